@@ -1,0 +1,263 @@
+"""The command line: options in, studies run, files out. No logic lives here."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rotoscope.errors import BadInput, RotoscopeError
+
+if TYPE_CHECKING:
+    from rotoscope.model.lm import LM
+    from rotoscope.results import Result
+    from rotoscope.studies import Options, Study
+
+# The class that wrong options and arguments raise; its module differs between releases of typer.
+_UsageError: Any = typer.BadParameter.__base__
+
+app = typer.Typer(
+    help="Traces what attention does in a decoder language model, layer by layer.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+INTERRUPTED = 130
+
+Model = Annotated[str, typer.Argument(help="demo, a hub id, a folder, or a .gguf file.")]
+Out = Annotated[Path | None, typer.Option(help="Directory for report, tables and claims [runs/COMMAND-MODEL].")]
+Size = Annotated[str, typer.Option(help="quick, standard or full.")]
+Seed = Annotated[int, typer.Option(help="Every random choice derives from it.")]
+Limit = Annotated[int | None, typer.Option(help="At most this many texts.")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in --out.")]
+EngineName = Annotated[str, typer.Option("--engine", help="local.")]
+Plan = Annotated[bool, typer.Option("--plan", help="Print cells, token-forwards and estimated time; run nothing.")]
+TextFile = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read in place of the default prose.")]
+Texts = Annotated[int | None, typer.Option(help="Number of texts.")]
+Tokens = Annotated[int | None, typer.Option(help="Tokens of each text.")]
+Trained = Annotated[
+    int | None, typer.Option("--trained-length", help="Tokens it was trained on, if not in its config.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout, and nothing else there.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
+Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a hub model to run its own code.")]
+
+
+def _study_command(name: str, help_text: str, default_size: str) -> None:
+    """Register a command that runs one study, or all of them."""
+
+    def command(
+        model: Model = "demo",
+        out: Out = None,
+        size: Size = default_size,
+        seed: Seed = 0,
+        limit: Limit = None,
+        device: Device = None,
+        dtype: Dtype = None,
+        resume: Resume = False,
+        engine: EngineName = "local",
+        plan: Plan = False,
+        text: TextFile = None,
+        texts: Texts = None,
+        tokens: Tokens = None,
+        trained_length: Trained = None,
+        revision: Revision = None,
+        trust_remote_code: Trust = False,
+        as_json: Json = False,
+    ) -> None:
+        from rotoscope.studies import STUDIES, Options
+
+        if engine != "local":
+            raise BadInput(f"engine {engine!r} is not available; use --engine local")
+        options = Options(size, seed, texts, tokens, limit, _read_text(text))
+        chosen = list(STUDIES.values()) if name == "audit" else [STUDIES[name]]
+        loading = {
+            "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
+            "trained_length": trained_length,
+        }  # fmt: skip
+        if plan:
+            _print_plan(chosen, _load(model, **loading), options, as_json)
+            return
+        _run(name, model, chosen, options, loading, out, resume, as_json)
+
+    command.__doc__ = help_text
+    app.command(name)(command)
+
+
+_study_command("audit", "Run all studies on a model and write the report.", "quick")
+_study_command("position", "Are attention logits position + semantics? Claims P1-P3.", "standard")
+_study_command("massive", "Where do massive values sit in Q, K and V? Claims M1-M3.", "standard")
+
+
+@app.command()
+def doctor(
+    model: Model = "demo",
+    device: Device = None,
+    dtype: Dtype = None,
+    trained_length: Trained = None,
+    revision: Revision = None,
+    trust_remote_code: Trust = False,
+    as_json: Json = False,
+) -> None:
+    """Check that rotoscope is exact on a model; show what each layer is and what is reached. Exit 1 if it is not."""
+    from rotoscope.doctor import doctor as examine
+
+    lm = _load(
+        model, device=device, dtype=dtype, trained_length=trained_length, revision=revision,
+        trust_remote_code=trust_remote_code,
+    )  # fmt: skip
+    found = examine(lm)
+    if as_json:
+        typer.echo(json.dumps({"model": lm.source, **found.summary()}, indent=2))
+    else:
+        typer.echo(found.table.to_string(index=False, na_rep="-"))
+        typer.echo("")
+        typer.echo(found.checks.to_string(index=False, float_format=lambda x: f"{x:.1e}"))
+        for line in [*found.reasons, *found.notes]:
+            typer.echo(line)
+        typer.echo(f"{lm.source}: {'rotoscope is exact here' if found.ok else 'something is wrong'}")
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+def report(directory: Annotated[Path, typer.Argument(help="A finished run.")]) -> None:
+    """Rebuild the HTML report of a finished run from its tables."""
+    from rotoscope.report import write
+    from rotoscope.results import read
+
+    typer.echo(f"report: {write(read(directory), directory / 'report.html')}")
+
+
+@app.command()
+def cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete all converted models.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Show the models converted from GGUF files and kept for the next run, or clear them."""
+    from rotoscope.model import cache as kept
+
+    entries = kept.entries()
+    if clear:
+        kept.clear()
+    if as_json:
+        rows = [{"name": e.name, "hash": e.hash, "bytes": e.bytes, "path": str(e.path)} for e in entries]
+        typer.echo(json.dumps({"entries": rows, "cleared": clear}, indent=2))
+        return
+    for entry in entries:
+        typer.echo(f"{entry.name}  {entry.hash[:12]}  {entry.bytes / 2**20:,.0f} MiB  {entry.path}")
+    typer.echo(f"{len(entries)} converted models{', cleared' if clear else ''}")
+
+
+def _load(model: str, **loading: Any) -> LM:
+    from rotoscope.model.loading import load
+
+    return load(model, **loading)
+
+
+def _run(
+    name: str, model: str, chosen: Sequence[Study], options: Options, loading: dict[str, Any], out: Path | None,
+    resume: bool, as_json: bool,
+) -> None:  # fmt: skip
+    from rotoscope.engine import Engine
+    from rotoscope.report import write
+    from rotoscope.studies.conduct import conduct_in
+
+    out = out or Path("runs") / f"{name}-{Path(model).name or 'model'}"
+    with Engine(out, resume=resume) as engine:
+        lm = _load(model, **loading)
+        result = conduct_in(engine, chosen, lm, options, command=" ".join(["rotoscope", *sys.argv[1:]]))
+        page = write(result, out / "report.html")
+    if as_json:
+        typer.echo(json.dumps(result.summary(), indent=2, ensure_ascii=False))
+    else:
+        _print_result(result, page)
+
+
+def _print_result(result: Result, page: Path) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("claim", "verdict", "value", "95 % interval", "null", "n", title=str(result.provenance["model"]))
+    for c in result.claims:
+        interval = "" if c.interval is None else "{:.3f} … {:.3f}".format(*c.interval)
+        numbers = ["" if x is None else f"{x:.3f}" for x in (c.value, c.null)]
+        row = (c.id, c.verdict, numbers[0], interval, numbers[1], c.n or c.reason)
+        table.add_row(*(Text(cell) for cell in row))
+    console = Console()
+    console.print(table)
+    if (explained := result.tables.get("explanation")) is not None:
+        console.print(_explanation(explained))
+    for key, value in result.headline.items():
+        console.print(Text(f"{key}: {value:.3f}"))
+    console.print(Text(f"report: {page}"), soft_wrap=True)
+
+
+def _explanation(rows: Any) -> Any:
+    from rich.table import Table
+
+    kinds = {"form1": "form 1", "form1_within": "within", "form2": "form 2", "form2_within": "within"}
+    table = Table("mean r [95 % over heads]", *kinds.values(), title="with moments taken away; and random weights")
+    for arm, of_arm in rows.groupby("arm", sort=False):
+        cells = of_arm.set_index("kind")
+        if not set(kinds) <= set(cells.index):
+            continue
+        found = [cells.loc[kind] for kind in kinds]
+        table.add_row(arm.replace("_", " "), *(f"{c.value:.3f} [{c.low_heads:.3f}, {c.high_heads:.3f}]" for c in found))
+    return table
+
+
+def _print_plan(chosen: Sequence[Study], lm: LM, options: Options, as_json: bool) -> None:
+    from rotoscope.studies import plan
+
+    cells = plan(chosen, lm, options)
+    if as_json:
+        typer.echo(cells.to_json(orient="records", indent=2))
+        return
+    typer.echo(cells.to_string(index=False, float_format=lambda x: f"{x:,.0f}"))
+    typer.echo(f"{len(cells)} cells, {cells.token_forwards.sum():,.0f} token-forwards, {cells.seconds.sum():,.0f} s")
+
+
+def _read_text(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text("utf-8")
+    except OSError as error:
+        raise BadInput(f"cannot read {path}: {error.strerror}; give a text file with --text") from None
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not UTF-8 text; convert it first") from None
+
+
+def main() -> None:
+    """Entry point: one line and exit 2 for what a user can mend, 130 when interrupted."""
+    # Threads that spin while they wait make every step many times slower on cores that others use too.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if len(sys.argv) == 1:
+        sys.argv.append("--help")
+    try:
+        code = app(standalone_mode=False)
+    except RotoscopeError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+    except _UsageError as error:
+        typer.echo(f"error: {error.format_message()}; see rotoscope --help", err=True)
+        sys.exit(2)
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:
+        typer.echo("interrupted: finished cells are kept; add --resume to go on", err=True)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

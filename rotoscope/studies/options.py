@@ -1,0 +1,80 @@
+"""What a run is asked for: size, seed, texts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rotoscope.errors import BadInput
+
+SEEDS = range(2**32)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much a study spends.
+
+    Attributes
+    ----------
+    texts, tokens : int
+        Texts, and tokens of each.
+    random_seeds : int
+        Random-weights twins of the model, each run on one text.
+    """
+
+    texts: int
+    tokens: int
+    random_seeds: int
+
+
+SIZES = {"quick": Size(4, 1024, 3), "standard": Size(8, 1024, 5), "full": Size(16, 2048, 5)}
+
+
+@dataclass(frozen=True)
+class Options:
+    """The arguments that determine a study's numbers.
+
+    Attributes
+    ----------
+    size : str
+        ``quick``, ``standard`` or ``full``.
+    seed : int
+        Every random choice derives from it.
+    texts, tokens, limit : int, optional
+        Override the size's number of texts and tokens; ``limit`` is an upper bound on the number of texts.
+    text : str, optional
+        Text to use in place of the default prose.
+    """
+
+    size: str = "standard"
+    seed: int = 0
+    texts: int | None = None
+    tokens: int | None = None
+    limit: int | None = None
+    text: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.size not in SIZES:
+            raise BadInput(f"size {self.size!r} is not one of {', '.join(SIZES)}")
+        for name in ("texts", "tokens", "limit"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise BadInput(f"{name} must be at least 1, not {value}")
+        if self.seed not in SEEDS:
+            raise BadInput(f"seed must be a whole number from 0 to {SEEDS[-1]}, not {self.seed}")
+
+    @property
+    def n_texts(self) -> int:
+        return min(self.texts or SIZES[self.size].texts, self.limit or 10**9)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.tokens or SIZES[self.size].tokens
+
+    @property
+    def random_seeds(self) -> int:
+        return SIZES[self.size].random_seeds
+
+    def facts(self) -> dict[str, Any]:
+        """What a fingerprint records."""
+        return {"size": self.size, "seed": self.seed, "texts": self.n_texts, "tokens": self.n_tokens}
