@@ -78,7 +78,7 @@ class Moments(PerLayer[dict[str, DimSums]]):
             if name in seen:
                 seen[name].add(sums)
             else:
-                seen[name] = sums
+                seen[name] = DimSums(sums.n, *map(self._keep, (sums.sum, sums.squares, sums.first)))
 
 
 def dim_sums(x: torch.Tensor, real: torch.Tensor, first: torch.Tensor) -> DimSums:
