@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -43,10 +45,16 @@ Plan = Annotated[bool, typer.Option("--plan", help="Print cells, token-forwards 
 TextFile = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read in place of the default prose.")]
 Texts = Annotated[int | None, typer.Option(help="Number of texts.")]
 Tokens = Annotated[int | None, typer.Option(help="Tokens of each text.")]
+MaxMemory = Annotated[
+    str | None, typer.Option("--max-memory", help="What capture may take beside the model, such as 500MB or 2GB.")
+]
 Trained = Annotated[
     int | None, typer.Option("--trained-length", help="Tokens it was trained on, if not in its config.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the summary as JSON on stdout, and nothing else there.")]
+EstimateOnly = Annotated[
+    bool, typer.Option("--estimate", help="Load no weights; say what an audit would take in memory, and if it fits.")
+]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a hub model to run its own code.")]
 
@@ -68,16 +76,19 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
         text: TextFile = None,
         texts: Texts = None,
         tokens: Tokens = None,
+        max_memory: MaxMemory = None,
         trained_length: Trained = None,
         revision: Revision = None,
         trust_remote_code: Trust = False,
         as_json: Json = False,
     ) -> None:
         from rotoscope.studies import STUDIES, Options
+        from rotoscope.studies.memory import parse_bytes
 
         if engine != "local":
             raise BadInput(f"engine {engine!r} is not available; use --engine local")
-        options = Options(size, seed, texts, tokens, limit, _read_text(text))
+        bound = None if max_memory is None else parse_bytes(max_memory)
+        options = Options(size, seed, texts, tokens, limit, _read_text(text), bound)
         chosen = list(STUDIES.values()) if name == "audit" else [STUDIES[name]]
         loading = {
             "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
@@ -105,9 +116,13 @@ def doctor(
     trained_length: Trained = None,
     revision: Revision = None,
     trust_remote_code: Trust = False,
+    estimate: EstimateOnly = False,
     as_json: Json = False,
 ) -> None:
     """Check that rotoscope is exact on a model; show what each layer is and what is reached. Exit 1 if it is not."""
+    if estimate:
+        _print_estimate(model, as_json, device=device, dtype=dtype, revision=revision)
+        return
     from rotoscope.doctor import doctor as examine
 
     lm = _load(
@@ -116,14 +131,9 @@ def doctor(
     )  # fmt: skip
     found = examine(lm)
     if as_json:
-        typer.echo(json.dumps({"model": lm.source, **found.summary()}, indent=2))
+        typer.echo(json.dumps(found.summary(), indent=2))
     else:
-        typer.echo(found.table.to_string(index=False, na_rep="-"))
-        typer.echo("")
-        typer.echo(found.checks.to_string(index=False, float_format=lambda x: f"{x:.1e}"))
-        for line in [*found.reasons, *found.notes]:
-            typer.echo(line)
-        typer.echo(f"{lm.source}: {'rotoscope is exact here' if found.ok else 'something is wrong'}")
+        typer.echo(found.text())
     if not found.ok:
         raise typer.Exit(1)
 
@@ -216,6 +226,13 @@ def _explanation(rows: Any) -> Any:
     return table
 
 
+def _print_estimate(model: str, as_json: bool, **options: Any) -> None:
+    from rotoscope.studies.estimate import estimate
+
+    found = estimate(model, **options)
+    typer.echo(json.dumps(found.summary(), indent=2) if as_json else "\n".join(found.lines()))
+
+
 def _print_plan(chosen: Sequence[Study], lm: LM, options: Options, as_json: bool) -> None:
     from rotoscope.studies import plan
 
@@ -231,7 +248,9 @@ def _read_text(path: Path | None) -> str | None:
     if path is None:
         return None
     try:
-        return path.read_text("utf-8")
+        if path.is_char_device() or path.is_block_device():
+            raise BadInput(f"{path} is a device without an end; give a text file with --text")
+        return path.read_text("utf-8-sig")  # the mark that some editors put in front is no part of the text
     except OSError as error:
         raise BadInput(f"cannot read {path}: {error.strerror}; give a text file with --text") from None
     except UnicodeDecodeError:
@@ -242,6 +261,12 @@ def main() -> None:
     """Entry point: one line and exit 2 for what a user can mend, 130 when interrupted."""
     # Threads that spin while they wait make every step many times slower on cores that others use too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    # What optional packages say of their own kernels when they are imported is nothing that a user could mend here.
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a path, which need not be UTF-8, or a terminal that is not
     if len(sys.argv) == 1:
         sys.argv.append("--help")
     try:

@@ -6,12 +6,14 @@ undisturbed one.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from pathlib import Path
 from time import perf_counter
@@ -20,7 +22,7 @@ from typing import Any, Protocol, Self
 import pandas as pd
 from filelock import FileLock, Timeout
 
-from rotoscope.errors import BadInput
+from rotoscope.errors import BadInput, Refused
 from rotoscope.progress import Bar
 from rotoscope.results import SCHEMA, parquet_bytes, plain, versions, write_atomic, write_through, writing
 
@@ -33,6 +35,9 @@ _DEMO_PARAMETERS = 135e6
 
 _NAME = re.compile(r"\w[\w.+=-]*", re.ASCII)
 _DONE = "cell.json"
+
+REFUSED = "refused"
+"""The one table, with the column reason, of an optional cell that could not be run."""
 
 
 @dataclass(frozen=True)
@@ -50,18 +55,35 @@ class Cell:
         Plain values, so that they compare and can travel to another process.
     cost
         Token-forwards, for `plan` and the progress bar.
+    at_once
+        How much of its work (layers, rows of a batch) the function takes at once, which costs memory and changes no
+        result. It is passed on as the argument of that name, and halved whenever memory runs out.
+    optional
+        The run goes on without it where the function raises `Refused` or its memory does not suffice: its only table
+        is then `REFUSED`. Resuming tries it again.
     """
 
     name: str
     function: Callable[..., Tables]
     arguments: Mapping[str, Any]
     cost: float
+    at_once: int | None = None
+    optional: bool = False
 
     def __post_init__(self) -> None:
         if not all(_NAME.fullmatch(part) for part in self.name.split("/")):
             raise ValueError(f"{self.name!r} is no cell name: letters, digits and _.+=- in parts joined by /")
         if "<" in getattr(self.function, "__qualname__", "<"):
             raise ValueError(f"cell {self.name!r} needs a module-level function, got {self.function!r}")
+
+    def run(self, lm: Any) -> Tables:
+        """What the function returns."""
+        at_once = {} if self.at_once is None else {"at_once": self.at_once}
+        return self.function(lm, **self.arguments, **at_once)
+
+    def smaller(self) -> Cell | None:
+        """The same work with half as much at once; None where that is not possible."""
+        return None if self.at_once in (None, 1) else replace(self, at_once=self.at_once // 2)
 
 
 def plan(cells: Sequence[Cell], lm: Any = None) -> pd.DataFrame:
@@ -89,6 +111,11 @@ class Engine:
     progress
         Show one progress bar on stderr.
 
+    Attributes
+    ----------
+    decisions
+        What the cells that ran or were read back had to do without, each with its reason; for `Result.decisions`.
+
     Raises
     ------
     BadInput
@@ -98,7 +125,9 @@ class Engine:
     def __init__(self, out: Path | str | None, *, resume: bool = False, progress: bool = True) -> None:
         self.out = None if out is None else Path(out)
         self._progress = progress
+        self.decisions: list[dict[str, str]] = []
         self._begun = False
+        self._fits: dict[Callable[..., Tables], int] = {}
         self._lock: FileLock | None = None
         self._store: _Store = _Memory()
         if self.out is not None:
@@ -148,7 +177,8 @@ class Engine:
         ValueError
             If two different cells share a name, or a name is the folder of another.
         BadInput
-            If a cell cannot be written. Cells finished before are kept, also when anything else is raised.
+            If a cell cannot be written, or its memory does not suffice however little it takes at once. Cells finished
+            before are kept, also when anything else is raised.
         """
         cells = _unique(cells)
         if not self._begun:
@@ -156,22 +186,63 @@ class Engine:
         waiting = [cell for cell in cells if not self._store.has(cell.name)]
         total, remaining = (sum(cell.cost for cell in some) for some in (cells, waiting))
         shown = self._progress and bool(waiting)
+        refused: dict[str, Tables] = {}
         with Bar(total=total, remaining=remaining, pace=_pace(lm), shown=shown) as bar:
             for cell in waiting:
-                bar.start(cell.name, cell.cost)
-                started = perf_counter()
-                tables = cell.function(lm, **cell.arguments)
-                self._store.put(cell.name, _to_files(cell, tables, perf_counter() - started))
+                try:
+                    self._store.put(cell.name, self._files(lm, cell, bar))
+                except Refused as error:
+                    if not cell.optional:
+                        raise
+                    bar.say(f"{cell.name} is left out: {error}")
+                    self._decide(f"{cell.name} is left out", str(error))
+                    refused[cell.name] = {REFUSED: pd.DataFrame({"reason": [str(error)]})}
                 bar.finish()
-        return {cell.name: self._read(cell.name) for cell in cells}
+        return {cell.name: refused.get(cell.name) or self._read(cell.name) for cell in cells}
+
+    def _files(self, lm: Any, cell: Cell, bar: Bar) -> dict[str, bytes]:
+        """The files of one cell, run with as much at once as memory allows."""
+        asked = cell.at_once
+        fits = self._fits.get(cell.function, asked)  # what was too much for one cell is too much for the next
+        if asked is not None and fits is not None and fits < asked:
+            cell = replace(cell, at_once=fits)
+        while True:
+            bar.start(cell.name, cell.cost)
+            started = perf_counter()
+            try:
+                return _to_files(cell, cell.run(lm), perf_counter() - started, asked)
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error):
+                    raise
+            smaller = cell.smaller()  # outside the handler, whose traceback holds on to what the cell had allocated
+            if smaller is None:
+                raise (Refused if cell.optional else BadInput)(
+                    f"{cell.name} needs more memory than there is, however little it takes at once; finished cells are "
+                    "kept: free some memory and add --resume, or use a smaller --dtype or fewer --tokens"
+                )
+            cell = smaller
+            assert cell.at_once is not None
+            self._fits[cell.function] = cell.at_once
+            bar.say(f"{cell.name}: out of memory, going on with {cell.at_once} at once")
+            _release()
 
     def _read(self, name: str) -> Tables:
         try:
-            return _to_tables(self._store.get(name))
-        except (OSError, ValueError, KeyError) as error:
+            files = self._store.get(name)
+            done = json.loads(files[_DONE])
+            tables = {table: pd.read_parquet(BytesIO(files[f"{table}.parquet"])) for table in done["tables"]}
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise BadInput(
                 f"cell {name} of {self.out} is damaged ({type(error).__name__}); delete its folder and add --resume"
             ) from error
+        if "asked_at_once" in done:
+            self._decide(f"{name}: {done['at_once']} at once, not {done['asked_at_once']}", "out of memory")
+        return tables
+
+    def _decide(self, decision: str, reason: str) -> None:
+        entry = {"decision": decision, "reason": reason}
+        if entry not in self.decisions:
+            self.decisions.append(entry)
 
     def close(self) -> None:
         """Let other runs use the directory."""
@@ -183,6 +254,25 @@ class Engine:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out: Python's, numpy's, or torch's on any device."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    text = str(error).lower()
+    return any(said in text for said in _OUT_OF_MEMORY)
+
+
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory", "cannot allocate memory", "_status_alloc_failed")
+
+
+def _release() -> None:
+    """Give back what a failed attempt had allocated."""
+    gc.collect()
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _claim(out: Path, resume: bool) -> FileLock:
@@ -263,18 +353,15 @@ class _Directory:
         return {path.name: path.read_bytes() for path in (self._root / name).iterdir()}
 
 
-def _to_files(cell: Cell, tables: Tables, seconds: float) -> dict[str, bytes]:
+def _to_files(cell: Cell, tables: Tables, seconds: float, asked: int | None) -> dict[str, bytes]:
     bad = [name for name in tables if not _NAME.fullmatch(name)]
     if bad:
         raise ValueError(f"cell {cell.name!r} returned a table named {bad[0]!r}: letters, digits and _.+=- only")
     done = {"cell": cell.name, "tables": list(tables), "token_forwards": cell.cost, "seconds": round(seconds, 3)}
+    if cell.at_once != asked:
+        done |= {"at_once": cell.at_once, "asked_at_once": asked}
     files = {f"{name}.parquet": parquet_bytes(table) for name, table in tables.items()}
     return files | {_DONE: json.dumps(done).encode()}
-
-
-def _to_tables(files: Mapping[str, bytes]) -> Tables:
-    names = json.loads(files[_DONE])["tables"]
-    return {name: pd.read_parquet(BytesIO(files[f"{name}.parquet"])) for name in names}
 
 
 def _unique(cells: Iterable[Cell]) -> list[Cell]:

@@ -70,10 +70,11 @@ class Bar:
             TextColumn("{task.percentage:>3.0f} %"),
             TimeElapsedColumn(),
             _TimeLeft(self._clock),
-            console=Console(stderr=True),
+            console=(console := Console(stderr=True)),
             refresh_per_second=2,
             disable=not shown,
         )
+        self._console = console
         self._task = self._bar.add_task("", total=total)
         self._bar.advance(self._task, total - remaining)
 
@@ -87,6 +88,10 @@ class Bar:
         """The step begun last has ended."""
         self._clock.finish()
         self._bar.advance(self._task, self._cost)
+
+    def say(self, line: str) -> None:
+        """Print a line on stderr, above the bar; also where no bar is shown."""
+        self._console.print(Text(line), soft_wrap=True)
 
     def __enter__(self) -> Self:
         self._bar.start()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from small import small
-from tiny import tiny
 from typer.testing import CliRunner
 
 import rotoscope as rs
@@ -107,10 +105,14 @@ def test_doctor_says_what_is_reached(model: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0
     found = json.loads(done.stdout)
     assert found["ok"]
-    assert [layer["pre_rope"] for layer in found["layers"]] == ["exact"] * 3
+    assert found["model"] == str(model)
+    assert [(row["qkv"], row["logits"], row["pre_rope"]) for row in found["layers"]] == [("exact",) * 3] * 3
+    assert {row["verdict"] for row in found["checks"]} == {"exact", "rounding"}
     table = CliRunner().invoke(cli.app, ["doctor", str(small(tmp_path, "gpt2"))])
-    assert "learned" in table.stdout
-    assert "exact here" in table.stdout
+    assert table.exit_code == 0
+    assert "- layers 0-2: learned positions" in table.stdout
+    assert table.stdout.rstrip().endswith("exact here")
+    assert max(map(len, table.stdout.splitlines())) <= 100 + len(str(tmp_path))
 
 
 def test_doctor_exits_with_1_when_something_is_wrong(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,86 +129,11 @@ def test_doctor_exits_with_1_when_something_is_wrong(model: Path, monkeypatch: p
     monkeypatch.setattr(cli, "_load", lambda *a, **k: lm)
     done = CliRunner().invoke(cli.app, ["doctor", "x"])
     assert done.exit_code == 1
-    assert "tap, 64 tokens" in done.stdout
+    assert "! tapped = untouched [33 tokens]: off by" in done.stdout
     assert "something is wrong" in done.stdout
-
-
-def bad(tmp: Path, model: Path) -> dict[str, tuple[list[Any], str]]:
-    """Inputs that a user may get wrong, and a word that the line must hold."""
-    files = {name: tmp / name for name in ("empty.txt", "short.txt", "latin.txt", "cut.gguf", "file")}
-    files["empty.txt"].write_text("")
-    files["short.txt"].write_text("Fifteen letters")
-    files["latin.txt"].write_bytes("naïve".encode("latin-1"))
-    files["cut.gguf"].write_bytes(b"GGUF" + bytes(40))
-    files["file"].write_text("no directory")
-    tiny("t5").save_pretrained(tmp / "t5")
-    tiny("bert").save_pretrained(tmp / "bert")
-    out = ["--out", tmp / "new"]
-    return {
-        "no such model": (["audit", "no/such-model", *out], "no/such-model"),
-        "no such folder": (["audit", tmp / "nowhere", *out], "nowhere"),
-        "empty text": (["audit", model, *out, "--text", files["empty.txt"]], "0 tokens"),
-        "short text": (["audit", model, *out, "--text", files["short.txt"]], "15 tokens"),
-        "text not UTF-8": (["audit", model, *out, "--text", files["latin.txt"]], "UTF-8"),
-        "no such text": (["audit", model, *out, "--text", tmp / "no.txt"], "no.txt"),
-        "text is a folder": (["audit", model, *out, "--text", tmp], str(tmp)),
-        "encoder-decoder": (["audit", tmp / "t5", *out], "encoder-decoder"),
-        "encoder": (["audit", tmp / "bert", *out], "is an encoder"),
-        "truncated GGUF": (["audit", files["cut.gguf"], *out], "cut.gguf"),
-        "GGUF that is none": (["audit", files["short.txt"], *out], "short.txt"),
-        "unwritable out": (["audit", model, "--out", "/proc/none/out"], "/proc/none"),
-        "out is a file": (["audit", model, "--out", files["file"]], "file"),
-        "out below a file": (["audit", model, "--out", files["file"] / "out"], "file"),
-        "out exists": (["audit", model, "--out", tmp], "--resume"),
-        "size": (["audit", model, *out, "--size", "huge"], "huge"),
-        "seed": (["audit", model, *out, "--seed", "-1"], "seed"),
-        "texts": (["audit", model, *out, "--texts", "0"], "texts"),
-        "tokens": (["audit", model, *out, "--tokens", "5"], "16"),
-        "dtype": (["audit", model, *out, "--dtype", "float12"], "float12"),
-        "device": (["audit", model, *out, "--device", "abacus"], "abacus"),
-        "engine": (["audit", model, *out, "--engine", "cloud"], "local"),
-        "report of nothing": (["report", tmp / "nowhere"], "nowhere"),
-        "no such command": (["divine"], "divine"),
-        "no such option": (["audit", model, *out, "--divine"], "--divine"),
-        "no number": (["audit", model, *out, "--seed", "x"], "seed"),
-    }
-
-
-CASES = [
-    "no such model", "no such folder", "empty text", "short text", "text not UTF-8", "no such text",
-    "text is a folder", "encoder-decoder", "encoder", "truncated GGUF", "GGUF that is none", "unwritable out",
-    "out is a file", "out below a file", "out exists", "size", "seed", "texts", "tokens", "dtype", "device", "engine",
-    "report of nothing", "no such command", "no such option", "no number",
-]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def inputs(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[list[Any], str]]:
-    return bad(tmp_path_factory.mktemp("bad"), model)
-
-
-@pytest.mark.filterwarnings("ignore:.*no tokenizer")
-@pytest.mark.parametrize("case", CASES)
-def test_bad_input_gets_one_line_and_exit_2(
-    case: str,
-    inputs: dict[str, tuple[list[Any], str]],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    arguments, word = inputs[case]
-    assert word in refused(monkeypatch, capsys, *arguments)
-
-
-def test_every_case_is_run(inputs: dict[str, tuple[list[Any], str]]) -> None:
-    assert set(inputs) == set(CASES)
-
-
-@pytest.mark.parametrize("case", ["no such model", "encoder-decoder", "unwritable out"])
-def test_bad_input_in_a_process_of_its_own(case: str, inputs: dict[str, tuple[list[Any], str]]) -> None:
-    done = run(*inputs[case][0])
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert re.fullmatch(r"error: [^\n]+\n", done.stderr)
+    told = CliRunner().invoke(cli.app, ["doctor", "x", "--json"])
+    assert told.exit_code == 1
+    assert any("tapped = untouched" in reason for reason in json.loads(told.stdout)["reasons"])
 
 
 def test_help_waits_for_nothing_heavy() -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -157,30 +154,6 @@ def test_what_a_killed_run_left_half_written_is_cleared(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob(".*.tmp"))
 
 
-@contextmanager
-def largest_file(size: int) -> Iterator[None]:
-    """The operating system refuses to let a file grow beyond this many bytes, as on a full disk."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_full_disk_ends_in_one_line_with_finished_cells_kept(tmp_path: Path) -> None:
-    small, large = Cell("small", draw, {"seed": 0}, 1.0), Cell("large", draw, {"seed": 1, "rows": 50_000}, 1.0)
-    with Engine(tmp_path, progress=False) as engine, largest_file(50_000), pytest.raises(BadInput) as refusal:
-        engine.run(None, [small, large])
-    assert "large" in str(refusal.value)
-    assert "--resume" in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-    assert os.listdir(tmp_path / "cells") == ["small"]
-    with Engine(tmp_path, resume=True, progress=False) as engine:
-        engine.run(None, [small, large])
-    assert CALLS == [0, 1, 1]
-
-
 @pytest.mark.parametrize("below", ["", "deeper/run"])
 def test_an_unwritable_out_is_bad_input(below: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
@@ -265,7 +238,9 @@ def test_sigkill_at_any_moment_loses_no_finished_cell(tmp_path: Path) -> None:
         assert child.stdout.readline() == b"ready\n"
         with pytest.raises(BadInput, match="another run"):
             Engine(out, resume=True)
-        time.sleep(rng.uniform(0.05, 0.15))
+        while len(list(out.rglob("cell.json"))) <= len(done):  # how fast it is depends on who else works here
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.1))
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
         child.stdout.close()

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from rotoscope.studies import massive, position
-from rotoscope.studies.judge import Condition, scaled
+from rotoscope.studies.judge import Condition, scaled, scaled_from_one
 from rotoscope.studies.options import Options
 
 OPTIONS = Options(size="quick")
@@ -26,9 +26,29 @@ def test_a_condition_is_met_by_its_worse_end_and_missed_by_its_better() -> None:
 
 
 def test_thresholds_near_one_are_scaled_by_their_distance_from_it() -> None:
-    assert scaled(0.95, 0.5) == pytest.approx(0.975)
-    assert scaled(0.95, 2) == pytest.approx(0.90)
+    assert scaled_from_one(0.95, 0.5) == pytest.approx(0.975)
+    assert scaled_from_one(0.95, 2) == pytest.approx(0.90)
     assert scaled(0.10, 2) == pytest.approx(0.20)
+
+
+def test_without_an_interval_nothing_is_tested() -> None:
+    """One layer says nothing of the spread over layers, one text nothing of that over texts."""
+    one_layer = heads(form1=0.9, form1_within=0.9, form2=0.9, form2_within=0.9).query("layer == 0")
+    per_text = pd.concat([one_layer.assign(text=i) for i in range(3)])
+    for rows in (per_text, heads(form1=0.9, form1_within=0.9, form2=0.9, form2_within=0.9).assign(text=0)):
+        claim = position._p1(position.explanation(rows, heads(form1=0.9).assign(text=0), seed=0), "n")
+        assert claim.verdict == "not tested"
+        assert "no interval" in claim.reason
+
+
+@pytest.mark.filterwarnings("error")
+def test_p3_with_a_constant_rival() -> None:
+    """When no pair is slow the rival ranks nothing, and any rank correlation is better."""
+    rng = np.random.default_rng(2)
+    frame = heads(form1_within=0)
+    frame["form1_within"] = frame["predicted"] = rng.uniform(0.9, 0.99, len(frame))
+    claim = position._p3(frame.assign(slow_query_share=0.0), OPTIONS, "n")
+    assert (claim.verdict, claim.null) == ("holds", 0.0)
 
 
 def heads(**columns: Any) -> pd.DataFrame:
@@ -63,7 +83,7 @@ def test_p2(gap: float, verdict: str) -> None:
     arms = ("both_means_removed", "no_means_equal_energies")
     frame = heads(**{f"form1__{a}": random + gap for a in arms}, **{f"form1__random_{a}": random for a in arms})
     frame["form1__both_means_removed"] += np.random.default_rng(1).normal(0, 0.005, len(frame))
-    claim = position._p2(frame, OPTIONS, "n")
+    claim = position._p2(frame, 3, "", OPTIONS, "n")
     assert claim.verdict == verdict
     assert claim.value == pytest.approx(gap, abs=0.01)
 
@@ -106,7 +126,7 @@ def massive_heads(share: dict[str, float], ratio: dict[str, Any] | None = None) 
     ],
 )
 def test_m1(share: dict[str, float], verdict: str) -> None:
-    claim = massive._m1(massive_heads(share), massive_heads({"Q": 0.0, "K": 0.0, "V": 0.0}), OPTIONS, "n")
+    claim = massive._m1(massive_heads(share), [massive_heads({"Q": 0.0, "K": 0.0, "V": 0.0})], OPTIONS, "n")
     assert claim.verdict == verdict
     assert claim.value == pytest.approx(min(share["Q"], share["K"]) - share["V"])
 

@@ -19,7 +19,7 @@ from rotoscope.model.residual import check, decoder_layers, record, replace, res
 torch.set_num_threads(1)
 
 L = 3
-EXACT = sorted(set(FAMILIES) - {"t5", "gemma3n_text"})
+EXACT = sorted(set(FAMILIES) - {"t5", "gemma3n_text", "xglm"})  # the last's file does not run in float64
 CAUSAL = sorted(set(EXACT) - {"bert"})
 IDS = torch.randint(3, 97, (2, 12), generator=torch.Generator().manual_seed(1))
 MASK = torch.ones_like(IDS)

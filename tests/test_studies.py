@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -199,3 +201,36 @@ def test_texts_are_distinct_and_no_more_than_the_text_gives(lm: rs.LM) -> None:
 def test_options_out_of_range_are_bad_input(wrong: dict[str, int]) -> None:
     with pytest.raises(rs.BadInput):
         Options(**wrong)  # type: ignore[arg-type]
+
+
+def test_stretches_of_blanks_are_no_texts(lm: rs.LM) -> None:
+    """A tokenizer that swallows runs of blanks leaves some stretches nearly empty."""
+
+    class Swallowing:
+        def __call__(self, text: str, **kwargs: Any) -> Any:
+            return lm.tokenizer(" ".join(text.split()), **kwargs)
+
+    swallowing = replace(lm, tokenizer=Swallowing())
+    some = texts.texts(swallowing, Options(text="some words " * 40 + " " * 4000, texts=4, tokens=16))
+    assert [len(t.ids) for t in some] == [16]
+
+
+def test_training_mode_changes_no_number(lm: rs.LM) -> None:
+    """Dropout would."""
+    model = tiny("gpt2", attn_pdrop=0.5, resid_pdrop=0.5, embd_pdrop=0.5)
+    wrapped = rs.wrap(model, characters())
+    plain = observe.observe(wrapped, range(3, 60), seed=0)
+    model.train()
+    trained = observe.observe(wrapped, range(3, 60), seed=0)
+    assert model.training
+    pd.testing.assert_frame_equal(plain["dims"], trained["dims"])
+
+
+def test_other_weights_under_the_same_name_are_not_resumed(tmp_path: Path) -> None:
+    model = tiny("llama")
+    wrapped = rs.wrap(model, characters())
+    conduct([STUDIES["massive"]], wrapped, Options(**FEW), out=tmp_path / "run")
+    with torch.no_grad():
+        model.model.layers[1].self_attn.q_proj.weight[3, 5] += 1
+    with pytest.raises(rs.BadInput, match="weights"):
+        conduct([STUDIES["massive"]], wrapped, Options(**FEW), out=tmp_path / "run", resume=True)

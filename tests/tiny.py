@@ -89,6 +89,7 @@ FAMILIES: dict[str, Callable[[int], dict[str, Any]]] = {
     "phi3": lambda n: _like_llama(n),
     "stablelm": lambda n: _like_llama(n, **_rotary(0.25)),
     "gpt_neox": lambda n: _like_llama(n, **_rotary(0.25)),
+    "gpt_neox_japanese": lambda n: _like_llama(n, **_rotary(0.5)),
     # interleaved pairs
     "glm": lambda n: _like_llama(n, head_dim=16, **_rotary(0.5)),
     "glm4": lambda n: _like_llama(n, head_dim=16, **_rotary(0.5)),
@@ -101,6 +102,21 @@ FAMILIES: dict[str, Callable[[int], dict[str, Any]]] = {
     "gpt2": lambda n: _like_gpt2(n),
     "gpt_bigcode": lambda n: _like_gpt2(n),
     "opt": lambda n: _like_llama(n, ffn_dim=96, word_embed_proj_dim=64),
+    "gpt_neo": lambda n: {
+        "hidden_size": 64,
+        "num_heads": 4,
+        "num_layers": n,
+        "max_position_embeddings": LENGTH,
+        "window_size": 5,
+        "attention_types": [[_alternate(n, "global", "local"), 1]],
+    },
+    "xglm": lambda n: {
+        "d_model": 64,
+        "ffn_dim": 96,
+        "attention_heads": 4,
+        "num_layers": n,
+        "max_position_embeddings": LENGTH,
+    },
     # ALiBi
     "bloom": lambda n: {"hidden_size": 64, "n_head": 4, "n_layer": n},
     "mpt": lambda n: {"d_model": 64, "n_heads": 4, "n_layers": n, "max_seq_len": LENGTH},

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 
 from rotoscope.errors import Refused
-from rotoscope.model.layers import decoder_layers
-from rotoscope.model.rotary import Rotation, measure
-from rotoscope.model.tap import AttentionCall, tap_model
+from rotoscope.model.call import AttentionCall
+from rotoscope.model.layers import decoder_layers, input_device
+from rotoscope.model.rotary import Rotation, measure, why_not
+from rotoscope.model.tap import tap_model
 
 PROBE_TOKENS = 32
+INTEGER_FLOOR = 5e-2
 # Largest differences that rounding explains, relative to the largest value; anything above is a fault.
 FLOOR = {torch.float64: 1e-9, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
@@ -44,6 +46,8 @@ class LayerAnatomy:
         Factor of ``q · k``.
     calls : int
         Attention calls per forward.
+    slopes : tuple of float or None
+        ALiBi: what each token of distance takes from the logits of each head, after all factors; None elsewhere.
     rotation : Rotation or None
         How to undo the rotary embedding; None where it is not reached.
     note : str
@@ -64,6 +68,7 @@ class LayerAnatomy:
     sinks: bool = False
     scaling: float = 0.0
     calls: int = 0
+    slopes: tuple[float, ...] | None = None
     rotation: Rotation | None = field(default=None, repr=False)
     note: str = ""
 
@@ -96,6 +101,17 @@ class Anatomy:
         return torch.from_numpy(rotation.theta)
 
 
+def rounding_floor(model: torch.nn.Module, dtype: torch.dtype) -> float:
+    """The largest relative difference that rounding explains in this model.
+
+    Kernels for integer weights round activations too, by scales or outlier columns chosen over all tokens at once, so
+    that tokens and rows touch each other through rounding.
+    """
+    floor = FLOOR.get(dtype, FLOOR[torch.float32])
+    integer = any(not p.is_floating_point() and not p.is_complex() for p in model.parameters())
+    return max(floor, INTEGER_FLOOR) if integer else floor
+
+
 class _Recorder:
     """Keeps the calls of one short probe."""
 
@@ -124,19 +140,30 @@ def measure_anatomy(model: torch.nn.Module, vocabulary: int) -> Anatomy:
     Raises
     ------
     Refused
-        If no attention call is reached, the tap changes the logits, or a later token changes earlier logits.
+        If no attention call is reached, one is over something else than tokens, the tap changes the logits, or a later
+        token changes earlier logits.
     """
     name = type(model).__name__
     layers = decoder_layers(model)
     ids = probe_ids(model, vocabulary)
-    plain = logits(model, ids)
+    try:
+        plain = logits(model, ids)
+    except Exception as error:
+        raise Refused(f"{name} does not run on {ids.shape[1]} token ids: {error}") from error
     seen, tapped = _tapped(model, ids)
     if not seen:
         raise Refused(
-            f"{name} does not route its attention through transformers' attention interface, so no query, key or "
-            "value can be reached; rotoscope has no adapter for it"
+            f"{name} has no softmax attention, or computes it neither through transformers' attention interface nor as "
+            "a product, a softmax and a product that could be followed: no query, key or value can be reached"
         )
-    floor = FLOOR.get(plain.dtype, FLOOR[torch.float32])
+    for i, calls in seen.items():
+        for call in calls:
+            if (call.q.shape[2], call.k.shape[2]) != (ids.shape[1], ids.shape[1]):
+                raise Refused(
+                    f"{name}: layer {i} attends with {call.q.shape[2]} queries to {call.k.shape[2]} keys where the "
+                    f"text has {ids.shape[1]} tokens, so that a key is not a token's"
+                )
+    floor = rounding_floor(model, plain.dtype)
     difference = relative(tapped, plain)
     if difference > floor:
         raise Refused(f"{name}: the tap would change its logits by {difference:.1e} of their range, so it is not used")
@@ -145,16 +172,18 @@ def measure_anatomy(model: torch.nn.Module, vocabulary: int) -> Anatomy:
     causal = relative(logits(model, changed)[:, :-1], plain[:, :-1])
     if causal > floor:
         raise Refused(f"{name} lets a later token change earlier logits (by {causal:.1e}): it is not a causal decoder")
-    positions = _positions(model, layers, ids, floor)
-    described = tuple(_describe(i, seen.get(i, []), positions.get(i)) for i in range(len(layers)))
-    return Anatomy(described, _hidden(model, layers, ids), vocabulary, (tapped - plain).abs().max().item(), causal)
+    with _one_state(layers, ids.shape[1]) as stream:
+        alike, _ = _tapped(model, ids[:, :1].expand_as(ids).contiguous())
+    learned = stream.spread > floor
+    described = tuple(_describe(i, seen.get(i, []), alike.get(i, []), learned, floor) for i in range(len(layers)))
+    return Anatomy(described, stream.width, vocabulary, (tapped - plain).abs().max().item(), causal)
 
 
 def probe_ids(model: torch.nn.Module, vocabulary: int, tokens: int = PROBE_TOKENS) -> torch.Tensor:
     """A row of ordinary token ids spread over the vocabulary, ``[1, tokens]``, on the device of the embedding."""
     start, step = vocabulary // 3, max(1, vocabulary // (3 * tokens))
     ids = (start + step * torch.arange(tokens)) % vocabulary
-    return ids[None].to(model.get_input_embeddings().weight.device)  # type: ignore[operator]
+    return ids[None].to(input_device(model))
 
 
 def logits(model: torch.nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -176,76 +205,88 @@ def _tapped(model: torch.nn.Module, ids: torch.Tensor) -> tuple[dict[int, list[A
     return recorder.calls, out
 
 
-def _positions(
-    model: torch.nn.Module, layers: torch.nn.ModuleList, ids: torch.Tensor, floor: float
-) -> dict[int, tuple[Rotation | None, bool]]:
-    """Per layer: its rotation, and whether absolute positions are part of the hidden states."""
-    same = ids[:, :1].expand_as(ids).contiguous()
-    with _one_state(layers) as absolute:
-        seen, _ = _tapped(model, same)
-    learned = bool(absolute) and absolute[0] > floor
-    return {i: (measure(c[0].q, c[0].k, c[0].table, floor), learned) for i, c in seen.items()}
+@dataclass
+class _Stream:
+    """What goes into the first layer: its width, and how far its tokens are apart though their ids are the same."""
+
+    width: int = 0
+    spread: float = 0.0
 
 
 @contextmanager
-def _one_state(layers: torch.nn.ModuleList) -> Iterator[list[float]]:
+def _one_state(layers: torch.nn.ModuleList, tokens: int) -> Iterator[_Stream]:
     """Give every token of a layer's input the first token's state, so that only position can tell queries apart."""
-    spread: list[float] = []
+    stream = _Stream()
 
     def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         x = args[0] if args else kwargs["hidden_states"]
-        one = x[..., :1, :].expand_as(x).contiguous()
-        if not spread:
-            spread.append(relative(x, one))
+        # Where a token has several states they stand before the tokens in some files and behind them in others.
+        axis = next((i for i in range(x.ndim - 1) if x.shape[i] == tokens), None)
+        if axis is None:
+            raise Refused(f"{type(module).__name__} carries states of shape {tuple(x.shape)} for {tokens} tokens")
+        one = x.narrow(axis, 0, 1).expand_as(x).contiguous()
+        if not stream.width:
+            stream.width, stream.spread = x.shape[-1], relative(x, one)
         return ((one, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": one})
 
     hooks = [layer.register_forward_pre_hook(hook, with_kwargs=True) for layer in layers]
     try:
-        yield spread
+        yield stream
     finally:
         for handle in hooks:
             handle.remove()
 
 
-def _hidden(model: torch.nn.Module, layers: torch.nn.ModuleList, ids: torch.Tensor) -> int:
-    width: list[int] = []
-    handle = layers[0].register_forward_pre_hook(
-        lambda _, args, kwargs: width.append((args[0] if args else kwargs["hidden_states"]).shape[-1]), with_kwargs=True
-    )
-    try:
-        logits(model, ids[:, :1])
-    finally:
-        handle.remove()
-    return width[0]
-
-
-def _describe(layer: int, calls: list[AttentionCall], at: tuple[Rotation | None, bool] | None) -> LayerAnatomy:
-    if not calls or at is None:
+def _describe(
+    layer: int, calls: list[AttentionCall], alike: list[AttentionCall], learned: bool, floor: float
+) -> LayerAnatomy:
+    """One layer, from its calls on ordinary tokens and from those on tokens that all have the same state."""
+    if not calls or not alike:
         return LayerAnatomy(layer, "none", note="no softmax attention call")
     call = calls[0]
-    rotation, learned = at
-    note = ""
+    found = [measure(c.q, c.k, c.table, floor) for c in alike]
+    slopes = None
+    rotation = found[0] if len({r and (r.pairs, r.pairing, r.start, r.columns, r.sign) for r in found}) == 1 else None
+    note = "" if rotation else why_not(alike[0].q, alike[0].table, floor)
     if rotation is None:
-        position, note = "unknown", "queries turn with position, but no angle table that the layer received explains it"
+        position = "unknown"
     elif rotation.pairs:
         position = "rotary"
+    elif call.bias is not None:
+        position, note = "unknown", "a learned bias of each query over distances stands beside q · k"
     elif _biased(call):
-        position = "alibi"
+        slopes = _slopes(call)
+        position = "unknown" if slopes is None else "alibi"
+        note = "a bias that does not fall evenly with distance stands beside q · k" if slopes is None else ""
     else:
         position = "learned" if learned else "none"
+    if len(calls) > 1:
+        note = "; ".join(filter(None, [note, f"{len(calls)} attention calls; tables count on the heads of later ones"]))
     return LayerAnatomy(
         layer, "attention", position, call.q.shape[1], call.k.shape[1], call.q.shape[-1], call.v.shape[-1],
         rotary_dims=rotation.rotary_dims if rotation else 0, pairing=rotation.pairing if rotation else "",
         window=call.window, softcap=call.softcap, sinks=call.sinks is not None, scaling=call.scaling,
-        calls=len(calls), rotation=rotation, note=note,
+        calls=len(calls), slopes=slopes, rotation=rotation, note=note,
     )  # fmt: skip
 
 
 def _biased(call: AttentionCall) -> bool:
-    """Whether a position bias rides on the mask, or beside it."""
-    bias = call.extra.get("position_bias")
-    if bias is not None:
-        return True
+    """Whether a position bias rides on the mask."""
     if call.mask is None or call.mask.dtype == torch.bool:
         return False
     return bool(call.mask[call.allowed().expand_as(call.mask)].abs().max() > 0)
+
+
+def _slopes(call: AttentionCall) -> tuple[float, ...] | None:
+    """By how much each head's bias falls per token of distance; None where it does not fall evenly."""
+    assert call.mask is not None
+    heads, length = call.q.shape[1:3]
+    bias = call.mask[0].double().expand(heads, length, length)
+    slopes = (bias[:, -1, -1] - bias[:, -1, 0]) / (length - 1)
+    distance = torch.arange(length, device=bias.device)
+    distance = distance[:, None] - distance
+    # Each query's own key stands for distance 0: what a query adds to all its keys is no bias of distance.
+    fallen = bias.diagonal(dim1=-2, dim2=-1)[..., None] - bias
+    uneven = (fallen - slopes[:, None, None] * distance).tril().abs().amax((-1, -2))
+    # Some files round every bias to bfloat16, by up to 1/256 of it.
+    return tuple(slopes.tolist()) if bool((uneven <= slopes.abs() * length / 128).all()) else None

@@ -25,7 +25,8 @@ class Entry:
     Attributes
     ----------
     name : str
-        Name of the file that it was converted from; "(unfinished)" where a conversion was killed.
+        Name of the file that it was converted from; "(unfinished)" where a conversion was killed, "(damaged)" where
+        the entry's own record cannot be read.
     hash : str
         sha256 of that file, "" when unfinished.
     bytes : int
@@ -125,5 +126,8 @@ def _entry(path: Path) -> Entry:
     size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
     if path.name.startswith(_UNFINISHED):
         return Entry("(unfinished)", "", size, path, {})
-    made_from = json.loads((path / PROVENANCE).read_text(encoding="utf-8"))
-    return Entry(made_from["source"], made_from["sha256"], size, path, made_from["quantization"])
+    try:
+        made_from = json.loads((path / PROVENANCE).read_text(encoding="utf-8"))
+        return Entry(made_from["source"], made_from["sha256"], size, path, made_from["quantization"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return Entry("(damaged)", "", size, path, {})

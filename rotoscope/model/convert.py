@@ -50,7 +50,7 @@ def _build(file: Path, digest: str, folder: Path) -> None:
     _refuse_what_would_be_lost(reader, file.name)
     print(f"Converting {file.name}, once", file=sys.stderr, flush=True)
     try:
-        with quiet(), _alone(file) as place, contextlib.redirect_stderr(io.StringIO()):  # one bar ignores quiet()
+        with quiet(), alone(file) as place, contextlib.redirect_stderr(io.StringIO()):  # one bar ignores quiet()
             _convert_model(reader, file.name, place, folder)
             if "tokenizer.ggml.model" in reader.fields:
                 _convert_tokenizer(place, folder)
@@ -125,7 +125,7 @@ def _convert_tokenizer(place: Path, folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _alone(file: Path) -> Iterator[Path]:
+def alone(file: Path) -> Iterator[Path]:
     """A folder in which the file is all there is: transformers would take settings from its neighbours."""
     with TemporaryDirectory() as place:
         (Path(place) / file.name).symlink_to(file.resolve())

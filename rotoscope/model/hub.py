@@ -37,7 +37,49 @@ def fetch(name: str, revision: str | None, code: bool) -> tuple[Path, str]:
     Refused
         If its weights are pickles; nothing is downloaded then.
     """
-    from huggingface_hub import HfApi, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    try:
+        names = _names(name, revision)
+    except _Unreachable as error:
+        return _earlier(name, revision, error)
+    files = wanted(names, name, code)
+    try:
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
+    except Exception as error:
+        raise BadInput(f"{name} could not be downloaded: {in_short(error)}") from error
+    return folder, folder.name
+
+
+def fetch_config(name: str, revision: str | None) -> Path:
+    """The folder that holds a repository's ``config.json``, and perhaps nothing else.
+
+    Raises
+    ------
+    BadInput
+        As :func:`fetch`; also if the repository has no such file.
+    """
+    from huggingface_hub import hf_hub_download
+
+    try:
+        names = _names(name, revision)
+    except _Unreachable as error:
+        return _earlier(name, revision, error)[0]
+    if "config.json" not in names:
+        raise BadInput(f"{name} has no config.json")
+    try:
+        return Path(hf_hub_download(name, "config.json", revision=revision)).parent
+    except Exception as error:
+        raise BadInput(f"{name} could not be downloaded: {in_short(error)}") from error
+
+
+class _Unreachable(Exception):
+    """The hub did not answer."""
+
+
+def _names(name: str, revision: str | None) -> list[str]:
+    """The files of a repository."""
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import (
         GatedRepoError,
         HFValidationError,
@@ -58,14 +100,8 @@ def fetch(name: str, revision: str | None, code: bool) -> tuple[Path, str]:
             f"{name}: no such file or folder, and no such model on the hub (a private one needs `hf auth login`)"
         ) from error
     except Exception as error:
-        return _earlier(name, revision, error)
-    names = [file.rfilename for file in info.siblings or []]
-    files = wanted(names, name, code)
-    try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=files))
-    except Exception as error:
-        raise BadInput(f"{name} could not be downloaded: {in_short(error)}") from error
-    return folder, folder.name
+        raise _Unreachable(in_short(error)) from error
+    return [file.rfilename for file in info.siblings or []]
 
 
 def _earlier(name: str, revision: str | None, unreachable: Exception) -> tuple[Path, str]:

@@ -59,6 +59,15 @@ def loop(model: nn.Module) -> Loop:
     return known
 
 
+def input_device(model: nn.Module) -> torch.device:
+    """Where token ids go in: the embedding's device, or the one that it is brought to when it is offloaded."""
+    find: Any = getattr(model, "get_input_embeddings", lambda: model)
+    embedding = find()
+    at: torch.device = next((p.device for p in embedding.parameters()), torch.device("cpu"))
+    brought_to = getattr(getattr(embedding, "_hf_hook", None), "execution_device", None)
+    return torch.device("cpu" if brought_to is None else brought_to) if at.type == "meta" else at
+
+
 def at_boundary(layers: nn.ModuleList, k: int, act: Callable[[Tensor], Tensor | None]) -> RemovableHandle:
     """Hook ``act`` onto ``h[k]``: a tensor that it returns takes the place of ``h[k]``.
 
@@ -163,8 +172,7 @@ def _watch(model: nn.Module) -> dict[nn.Module, list[_Call]]:
         returns = len(output) if isinstance(output, (tuple, list)) else 0
         calls[item].append(_Call(_state_in(args, kwargs), _state_out(output), returns))
 
-    # with weights offloaded the first parameters may be placeholders
-    device = next((p.device for p in model.parameters() if p.device.type != "meta"), torch.device("cpu"))
+    device = input_device(model)
     with torch.no_grad(), ExitStack() as hooks:
         for item in calls:
             hooks.enter_context(item.register_forward_hook(note, with_kwargs=True))

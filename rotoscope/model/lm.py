@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 
 from rotoscope.errors import BadInput, Refused
 from rotoscope.model.anatomy import Anatomy, measure_anatomy
+from rotoscope.model.layers import input_device
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class LM:
     @property
     def device(self) -> torch.device:
         """Where token ids go in."""
-        return self.model.get_input_embeddings().weight.device  # type: ignore[no-any-return]
+        return input_device(self.model)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,6 +61,18 @@ class LM:
         if self.tokenizer is None:
             raise BadInput(f"{self.source} has no tokenizer: pass one to rotoscope.wrap(model, tokenizer)")
         return self.tokenizer(text, return_tensors="pt").input_ids[0]  # type: ignore[no-any-return]
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode inside the block, every module's own mode after it: dropout is no property of attention."""
+    training = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in model.modules():  # some models swap a part for another when they meet a short text
+            module.training = training.get(module, model.training)
 
 
 def wrap(
@@ -98,13 +113,8 @@ def wrap(
         raise Refused(f"{type(model).__name__} is an encoder-decoder; rotoscope reads decoder-only models")
     text = config.get_text_config(decoder=True)
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    training = [module.training for module in model.modules()]
-    model.eval()
-    try:
+    with evaluating(model):
         anatomy = measure_anatomy(model, embedding.weight.shape[0])
-    finally:
-        for module, was in zip(model.modules(), training, strict=True):
-            module.training = was
     return LM(
         model,
         tokenizer,

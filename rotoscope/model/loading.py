@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import warnings
+from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,8 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rotoscope.errors import BadInput, Refused, RotoscopeError
 from rotoscope.model import cache, hub
 from rotoscope.model.classes import auto_class
-from rotoscope.model.convert import convert
-from rotoscope.model.files import has_tokenizer, names_in, sha256_of_files, weight_files
+from rotoscope.model.convert import alone, convert
+from rotoscope.model.files import has_tokenizer, names_in, sha256, sha256_of_files, weight_files
 from rotoscope.model.lm import LM, wrap
 from rotoscope.model.quiet import in_short, quiet
 
@@ -77,8 +78,10 @@ def load(
     Refused
         If it is no causal decoder, cannot be reached exactly, or has its weights as pickles.
     """
-    where = _device(device, device_map)
-    kind = _dtype(dtype, on_cpu=device_map is None and (where is None or where.type == "cpu"))
+    if trained_length is not None and not 0 < trained_length < 2**31:
+        raise BadInput(f"trained-length must be a number of tokens above 0, not {trained_length}")
+    where = check_device(device, device_map)
+    kind = check_dtype(dtype, on_cpu=device_map is None and (where is None or where.type == "cpu"))
     origin = _find(str(source), revision, trust_remote_code)
     with quiet():
         common = {"trust_remote_code": trust_remote_code, "local_files_only": not trust_remote_code}
@@ -102,7 +105,45 @@ def load(
     )
 
 
-def _device(device: str | torch.device | None, device_map: Any) -> torch.device | None:
+def load_config(source: str | PathLike[str] = "demo", *, revision: str | None = None) -> tuple[str, Any]:
+    """The model's name and its configuration alone; of a hub id nothing else is downloaded.
+
+    A ``.gguf`` file's comes from its conversion where there is one, and otherwise from its header.
+
+    Raises
+    ------
+    BadInput
+        As :func:`load`; also if the configuration needs Python code of its own.
+    """
+    from transformers import AutoConfig
+
+    name = str(source)
+    path, is_folder, is_file = (_demo_file(), False, True) if name == "demo" else _look_at(name)
+    options: dict[str, Any] = {"local_files_only": True}
+    with ExitStack() as stack:
+        stack.enter_context(quiet())
+        if is_folder:
+            folder = path
+        elif not is_file:
+            _refuse_missing_path(name, path)
+            folder = hub.fetch_config(name, revision)
+        elif path.suffix != ".gguf":
+            raise BadInput(f"{source} is neither a folder with config.json nor a .gguf file")
+        elif (kept := cache.find(sha256(path))) is not None:
+            folder = kept.path
+        else:
+            folder = stack.enter_context(alone(path))
+            options["gguf_file"] = path.name
+        origin = _Origin(name, folder, revision, None)
+        if "gguf_file" not in options:
+            _check_config(origin)
+        try:
+            return name, AutoConfig.from_pretrained(folder, **options)
+        except Exception as error:
+            raise _unreadable(origin, error) from error
+
+
+def check_device(device: str | torch.device | None, device_map: Any) -> torch.device | None:
     import torch
 
     if device is None:
@@ -113,11 +154,13 @@ def _device(device: str | torch.device | None, device_map: Any) -> torch.device 
         where = torch.device(device)
         torch.empty(1, device=where)
     except (RuntimeError, AssertionError) as error:  # torch built without CUDA asserts
-        raise BadInput(f"device {device} cannot be used here: {in_short(error)}") from error
+        raise BadInput(f"device {device or repr(device)} cannot be used here: {in_short(error)}") from error
+    if where.type == "meta":
+        raise BadInput("device meta holds no numbers: use cpu or cuda, or `rotoscope doctor --estimate`")
     return where
 
 
-def _dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
+def check_dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
     import torch
 
     if dtype is None:
@@ -125,7 +168,7 @@ def _dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
     if dtype == "auto":
         return "auto"
     kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point or kind.itemsize < 2:
         raise BadInput(f"dtype {dtype} is unknown: use float32, bfloat16, float16, float64 or auto")
     return kind
 
@@ -133,17 +176,31 @@ def _dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | str:
 def _find(source: str, revision: str | None, code: bool) -> _Origin:
     if source == "demo":
         return _Origin("demo", *_converted(_demo_file()))
-    path = Path(source).expanduser()
-    if path.is_dir():
+    path, is_folder, is_file = _look_at(source)
+    if is_folder:
         weights = [path / name for name in weight_files(names_in(path), source)]
         return _Origin(source, path, None, sha256_of_files(weights))
-    if path.is_file():
+    if is_file:
         if path.suffix != ".gguf":
             raise BadInput(f"{source} is neither a folder with config.json nor a .gguf file")
         return _Origin(source, *_converted(path))
+    _refuse_missing_path(source, path)
+    return _Origin(source, *hub.fetch(source, revision, code), None)
+
+
+def _look_at(source: str) -> tuple[Path, bool, bool]:
+    """The path that a name may be, whether it is a folder, and whether it is a file."""
+    try:
+        path = Path(source).expanduser()
+        return path, path.is_dir(), path.is_file()
+    except (OSError, RuntimeError, ValueError) as error:  # no permission, too long, no such user's home, zero bytes
+        raise BadInput(f"model {source[:100]!r} cannot be read: {in_short(error)}") from error
+
+
+def _refuse_missing_path(source: str, path: Path) -> None:
+    """What looks like a path is not asked of the hub."""
     if source.startswith((".", "/", "~")) or path.suffix in (".gguf", ".safetensors"):
         raise BadInput(f"{source}: no such file or folder")
-    return _Origin(source, *hub.fetch(source, revision, code), None)
 
 
 def _converted(file: Path) -> tuple[Path, None, str]:

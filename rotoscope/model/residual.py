@@ -182,6 +182,7 @@ def stop(model: nn.Module, k: int) -> Iterator[Stopped]:
             yield stopped
         except _Stop as caught:
             if caught is signal:
+                caught.__traceback__ = None  # its frames hold the forward's activations, and this frame holds it
                 return
             raise
     raise NeverFired(f"no forward came to boundary {k}: call the model inside the block")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,10 @@ class AngleTable:
             cos, sin = (one, two) if cosine_first else (two, one)
             self._turns[key] = cos, sin * sign
         return self._turns[key]
+
+    def since(self, token: int) -> AngleTable:
+        """The table from one token on."""
+        return AngleTable(self.one[:, token:], self.two[:, token:])
 
 
 @dataclass(frozen=True)
@@ -148,16 +152,40 @@ class Rotation:
 
 
 def find_table(given: Mapping[str, Any]) -> AngleTable | None:
-    """The angle table among a module's arguments: a pair of real tensors, or one complex tensor of unit numbers."""
-    for name in ("position_embeddings", "freqs_cis", "rotary_pos_emb", "rotary_embeds"):
-        value = given.get(name)
-        if isinstance(value, torch.Tensor) and value.is_complex():
-            value = (value.real, value.imag)
+    """The angle table among a module's arguments.
+
+    It is a pair of real tensors, one complex tensor of unit numbers, or one real tensor whose halves are a pair, under
+    one of the names that modeling files give to it.
+    """
+    for name in _NAMES & given.keys():
+        value = given[name]
+        if isinstance(value, torch.Tensor):
+            value = _halves(value)
         if isinstance(value, tuple | list) and len(value) == 2 and all(isinstance(v, torch.Tensor) for v in value):
-            one, two = (v if v.ndim == 3 else v[None] for v in value)
+            one, two = (_flat(v) for v in value)
             if one.ndim == 3 and one.shape == two.shape:
                 return AngleTable(one, two)
     return None
+
+
+_NAMES = {"position_embeddings", "freqs_cis", "rotary_pos_emb", "rotary_embeds", "sinusoidal_pos"}
+
+
+def _halves(value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
+    if value.is_complex():
+        return value.real, value.imag
+    if value.shape[-1] % 2:
+        return None
+    one, two = value.chunk(2, -1)
+    unit = one.square() + two.square() - 1
+    return (one, two) if bool(unit.abs().max() < 1e-2) else None
+
+
+def _flat(value: torch.Tensor) -> torch.Tensor:
+    """``[batch or 1, tokens, width]`` out of what may lack the first or have one for heads."""
+    if value.ndim == 4 and value.shape[1] == 1:
+        value = value[:, 0]
+    return value[None] if value.ndim == 2 else value
 
 
 def measure(q: torch.Tensor, k: torch.Tensor, table: AngleTable | None, tolerance: float) -> Rotation | None:
@@ -177,21 +205,62 @@ def measure(q: torch.Tensor, k: torch.Tensor, table: AngleTable | None, toleranc
     Rotation or None
         ``pairs = 0`` where nothing turns; None where something turns and no hypothesis explains it.
     """
-    width = q.shape[-1]
-    if k.shape[-1] != width:
+    if k.shape[-1] != q.shape[-1]:
         return None
+    found = _measure(q, k, table, tolerance)
+    if found is None and q.shape[2] >= 2 * _SETTLED:
+        found = _measure(q, k, table, tolerance, _SETTLED)
+    if found is None or table is None or not found.pairs:
+        return found
+    cos, sin = (t[0, 0].cpu().numpy() for t in found.turns(table))
+    return replace(found, theta=angle_per_token(cos + 1j * sin), scale=np.hypot(cos[0], sin[0]))
+
+
+def why_not(q: torch.Tensor, table: AngleTable | None, tolerance: float) -> str:
+    """In a sentence, what is known of queries that `measure` found no rotation for."""
+    x = q[:, :, _SETTLED:].double()
+    once = x[:, :, :1]
+    if _spread(x, once * (x * once).sum((1, 3), True) / once.square().sum((1, 3), True)) <= tolerance:
+        return "queries grow with position, by a factor that content has no part in"
+    if table is None:
+        return "queries change with position, and no table of angles is given to the layer or made in it"
+    for rotation in _hypotheses(q.shape[-1], table):
+        cos, sin = rotation.turns(table)
+        first, second = rotation.dims()
+        basis = torch.stack([cos[0, 0].T, sin[0, 0].T], -1)[None]
+        told = True
+        for dims in (first, second):
+            x = q[:1, ..., dims].double().permute(1, 3, 2, 0)
+            x = x.squeeze(-1)[..., None]
+            fit = basis @ torch.linalg.lstsq(basis.expand(len(x), -1, -1, -1), x).solution
+            told = told and _spread(x, fit) <= tolerance
+        if told:
+            return "dims are scaled one by one after they turn, so that logits depend on more than distance"
+    return "queries change with position, but not by the table of angles that the layer receives"
+
+
+_SETTLED = 8
+"""Tokens after which a short convolution over neighbours no longer sees the padding in front of the text."""
+
+
+def _measure(
+    q: torch.Tensor, k: torch.Tensor, table: AngleTable | None, tolerance: float, start: int = 0
+) -> Rotation | None:
+    q, k = q[:, :, start:], k[:, :, start:]
     if max(_spread(x, x[:, :, :1].double().expand(x.shape)) for x in (q, k)) <= tolerance:
-        return Rotation(0, width)
+        return Rotation(0, q.shape[-1])
     if table is None:
         return None
-    best = min(_hypotheses(width, table), key=lambda r: _misfit(r, table, q, k), default=None)
-    if best is None or (error := _misfit(best, table, q, k)) > tolerance:
-        return None
-    cos, sin = (t[0, 0].cpu().numpy() for t in best.turns(table))
-    return Rotation(
-        best.pairs, width, best.pairing, best.start, best.columns, best.cosine_first, best.sign,
-        theta=angle_per_token(cos + 1j * sin), scale=np.hypot(cos[0], sin[0]), error=error,
-    )  # fmt: skip
+    some = table.since(start)
+    fitting = ((r, e) for r in _hypotheses(q.shape[-1], table) if (e := _misfit(r, some, q, k)) <= tolerance)
+    # Cosine and sine swapped, with the sign turned, is the same rotation and a quarter turn more: token 0 tells.
+    best = min(fitting, key=lambda fit: (not _starts_at_0(fit[0], table), fit[1]), default=None)
+    return best and replace(best[0], error=best[1])
+
+
+def _starts_at_0(rotation: Rotation, table: AngleTable) -> bool:
+    cos, sin = (t[0, 0, 0] for t in rotation.turns(table))
+    return bool(cos.sum() > sin.abs().sum())
 
 
 def angle_per_token(turn: np.ndarray) -> np.ndarray:

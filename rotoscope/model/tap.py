@@ -3,7 +3,8 @@
 transformers routes attention through a registry of functions. The tap registers one function of its own, and
 its mask twin, for each implementation met (``sdpa``, ``eager``, …), points the decoder's configs at it for the
 length of the block, shows each call to the parts, and hands the call on to what the model used before.
-Nothing is left on the model: configs and hooks are put back on any exit.
+Modeling files that compute attention by themselves are reached through `rotoscope.model.adapters`. Nothing is left on
+the model: configs, hooks and covered methods are put back on any exit.
 """
 
 from __future__ import annotations
@@ -11,10 +12,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVarTuple, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeVarTuple
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -22,6 +22,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rotoscope.errors import BadInput, Refused
+from rotoscope.model import adapters
+from rotoscope.model.call import AttentionCall, Editor, Observer, Output
 from rotoscope.model.layers import decoder_layers
 from rotoscope.model.rotary import AngleTable, Rotation, find_table
 
@@ -29,133 +31,6 @@ if TYPE_CHECKING:
     from rotoscope.model.lm import LM
 
 Parts = TypeVarTuple("Parts")
-Output = tuple[torch.Tensor, torch.Tensor | None]
-
-
-@dataclass(frozen=True)
-class AttentionCall:
-    """What one layer hands to attention, after rotary embedding and query/key norms.
-
-    Attributes
-    ----------
-    layer : int
-        Decoder layer, counted from 0.
-    q : torch.Tensor
-        Queries, ``[batch, heads, tokens, head_dim]``.
-    k, v : torch.Tensor
-        Keys and values, ``[batch, kv_heads, keys, head_dim]``, never repeated. With a cache ``keys`` exceeds
-        ``tokens`` and the last ``tokens`` keys are the new ones.
-    mask : torch.Tensor or None
-        Boolean (True = may attend) or additive mask, broadcastable to ``[batch, heads, tokens, keys]``; None means
-        causal.
-    scaling : float
-        Factor of ``q · k``.
-    module : torch.nn.Module
-        The attention module that made the call.
-    run : callable
-        What computes attention for the call; an editor may replace it.
-    extra : mapping
-        The remaining arguments of the model's own attention function, passed on untouched.
-    """
-
-    layer: int
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    mask: torch.Tensor | None
-    scaling: float
-    module: torch.nn.Module = field(repr=False)
-    run: Callable[[AttentionCall], Output] = field(repr=False)
-    extra: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    rotation: Rotation | None = field(default=None, repr=False)
-    table: AngleTable | None = field(default=None, repr=False)
-    padding: torch.Tensor | None = field(default=None, repr=False)
-
-    @property
-    def softcap(self) -> float | None:
-        """Bound of the logits, ``softcap · tanh(logit / softcap)``, where the layer has one."""
-        return self.extra.get("softcap")
-
-    @property
-    def window(self) -> int | None:
-        """Width of the sliding window in tokens, where the layer has one."""
-        return self.extra.get("sliding_window")
-
-    @property
-    def sinks(self) -> torch.Tensor | None:
-        """Learned sink logits ``[heads]`` that take part in the softmax without a value."""
-        return self.extra.get("s_aux")
-
-    @property
-    def tokens(self) -> torch.Tensor:
-        """Which of this call's query tokens are real, boolean ``[batch, tokens]`` (False = padding).
-
-        Raises
-        ------
-        BadInput
-            If the model was given a mask that does not say which tokens are padding.
-        """
-        batch, _, length, _ = self.q.shape
-        if self.padding is None:
-            return torch.ones(batch, length, dtype=torch.bool, device=self.q.device)
-        if self.padding.ndim != 2:
-            raise BadInput("observers need a two-dimensional attention_mask [batch, tokens] to tell padding from text")
-        return self.padding[:, -length:].to(self.q.device, torch.bool)
-
-    @property
-    def first(self) -> torch.Tensor:
-        """Which query token is position 0 of its row, boolean ``[batch, tokens]``."""
-        real = self.tokens
-        if self.k.shape[2] > real.shape[1]:
-            return torch.zeros_like(real)
-        return real & (real.cumsum(-1) == 1)
-
-    def logits(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Scaled ``q · k`` before softcap, mask and sinks for some query rows: ``[batch, heads, rows, keys]``."""
-        q = self.q[:, :, rows]
-        batch, heads, length, width = q.shape
-        kv = self.k.shape[1]
-        grouped = q.reshape(batch, kv, heads // kv * length, width)
-        return (grouped @ self.k.transpose(-1, -2)).view(batch, heads, length, -1) * self.scaling
-
-    def allowed(self, rows: slice = slice(None)) -> torch.Tensor:
-        """Which keys some query rows may attend to, boolean, broadcastable to ``[batch, heads, rows, keys]``."""
-        length, keys = self.q.shape[2], self.k.shape[2]
-        if self.mask is None:
-            at = torch.arange(length, device=self.q.device)[rows, None] + (keys - length)
-            return (torch.arange(keys, device=self.q.device) <= at)[None, None]
-        mask = self.mask if self.mask.shape[-2] == 1 else self.mask[..., rows, :]
-        # Padded entries of an additive mask are the dtype's minimum in some files and -inf in others.
-        return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-    def unrotate(self, x: torch.Tensor) -> torch.Tensor:
-        """Queries or new keys as they were before rotary embedding, float64 ``[batch, heads, tokens, 2 · pairs]``.
-
-        The first half holds the pairs' real parts, the second their imaginary parts; dims that do not rotate
-        follow as pairs with angle 0.
-
-        Raises
-        ------
-        Refused
-            If the layer's rotation or the angle table that it received is not known.
-        """
-        if self.rotation is None or (self.rotation.pairs and self.table is None):
-            raise Refused(f"layer {self.layer}: queries and keys before rotary embedding are not reached on this model")
-        return self.rotation.unrotate(x, self.table)
-
-
-@runtime_checkable
-class Observer(Protocol):
-    """Reads calls: ``observe(call)`` is told of every attention call while the tap is open."""
-
-    def observe(self, call: AttentionCall) -> None: ...
-
-
-@runtime_checkable
-class Editor(Protocol):
-    """Changes calls: ``edit(call)`` returns the call that goes on in its place."""
-
-    def edit(self, call: AttentionCall) -> AttentionCall: ...
 
 
 @contextmanager
@@ -188,7 +63,7 @@ def tap_model(
 ) -> Iterator[None]:
     """The tap on a bare model, for the probe that measures its anatomy."""
     for part in parts:
-        if not isinstance(part, Observer | Editor):
+        if isinstance(part, type) or not isinstance(part, Observer | Editor):
             raise BadInput(f"{type(part).__name__} is neither an observer (observe) nor an editor (edit)")
     wiring = _WIRINGS.get(id(model)) or _Wiring(model)
     session = [*parts]
@@ -225,6 +100,7 @@ class _Name(str):
     __hash__ = str.__hash__
 
 
+_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _WIRINGS: dict[int, _Wiring] = {}
 _BY_MODULE: dict[int, tuple[_Wiring, int]] = {}
 _PARAMETERS: dict[type, tuple[str, ...]] = {}
@@ -241,6 +117,10 @@ class _Wiring:
         self.tables: dict[int, AngleTable | None] = {}
         self.saved: list[tuple[Any, str | None]] = []
         self.hooks: list[Any] = []
+        self.covers = ExitStack()
+        self.calls: dict[int, int] = {}
+        self.slots = False
+        self.depth = 0
 
     def open(self, session: list[Any], rotations: Mapping[int, Rotation | None]) -> None:
         self.sessions.append(session)
@@ -257,6 +137,7 @@ class _Wiring:
         self.sessions = [s for s in self.sessions if s is not session]
         if self.sessions:
             return
+        self.covers.close()
         for hook in self.hooks:
             hook.remove()
         for config, previous in self.saved:
@@ -269,6 +150,8 @@ class _Wiring:
     def _connect(self) -> None:
         layers = decoder_layers(self.model)
         above = _ancestors(self.model, layers)
+        for attention in adapters.find(self.model, layers):
+            self.covers.enter_context(adapters.attend_with(attention, partial(self.attend, attention.layer)))
         _WIRINGS[id(self.model)] = self
         inside = [(index, module) for index, layer in enumerate(layers) for module in layer.modules()]
         for index, module in inside:
@@ -281,32 +164,57 @@ class _Wiring:
             self.saved.append((config, previous))
             config._attn_implementation_internal = _register(str(previous or "eager"))
         for module in above:
-            self.hooks.append(module.register_forward_pre_hook(self._remember_padding, with_kwargs=True))
-        self.hooks.append(above[0].register_forward_hook(self._forget, always_call=True))
+            enter = partial(self._enter, module is above[0])
+            self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
         for index, module in inside:
             if module is layers[index] or hasattr(module, "layer_idx") or "position_embeddings" in _arguments(module):
                 hook = partial(self._remember_table, index)
                 self.hooks.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+            if any(True for _ in module.buffers()) and not any(True for _ in module.parameters()):
+                self.hooks.append(module.register_forward_hook(partial(self._remember_made, index)))
 
-    def _remember_padding(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _enter(self, top: bool, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if top or not self.depth:  # a forward may have been broken off
+            self.depth = 0
+            self._forget()
+        self.depth += 1
         given = dict(zip(_arguments(module), args, strict=False)) | kwargs
         mask = given.get("attention_mask")
         # Inner models may receive a mask already expanded; the two-dimensional one says which tokens are padding.
         if isinstance(mask, torch.Tensor) and (self.padding is None or mask.ndim == 2):
             self.padding = mask
 
-    def _forget(self, *_: Any) -> None:
-        self.padding = None
+    def _leave(self, *_: Any) -> None:
+        self.depth = max(0, self.depth - 1)
+        if not self.depth:
+            self._forget()
+
+    def _forget(self) -> None:
+        self.padding, self.slots = None, False
         self.tables.clear()
+        self.calls.clear()
 
     def _remember_table(self, layer: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         given = dict(zip(_arguments(module), args, strict=False)) | kwargs
+        self.slots = self.slots or any(getattr(given.get(name), "is_compileable", False) for name in _CACHES)
         if (table := find_table(given)) is not None:
             # Layers share a table: what one of them computed from it serves the others.
             known = next((t for t in self.tables.values() if t is not None and t.one is table.one), table)
             self.tables[layer] = known
 
+    def _remember_made(self, layer: int, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """A table that the layer makes for itself, where it received none."""
+        if layer not in self.tables and (table := find_table({"position_embeddings": output})) is not None:
+            self.tables[layer] = table
+
     def attend(self, layer: int, base: Callable[..., Output], module: torch.nn.Module, *args: Any, **kw: Any) -> Output:
+        parts = [part for session in self.sessions for part in session]
+        if not self.depth:
+            # Gradient checkpointing computes layers again during the backward pass: what was seen is not seen twice.
+            if any(isinstance(part, Editor) for part in parts):
+                raise Refused("an edit cannot follow gradient checkpointing into the backward pass: turn it off")
+            return base(module, *args, **kw)
         names = ("query", "key", "value", "attention_mask")
         given = dict(zip(names, args, strict=False))
         rest = dict(zip(("scaling", "dropout"), args[len(names) :], strict=False)) | kw
@@ -320,13 +228,20 @@ class _Wiring:
 
         scaled = rest.get("scaling") is not None
         scaling = float(rest.pop("scaling")) if scaled else q.shape[-1] ** -0.5
+        table = self.tables.get(layer)
+        if table is not None and table.one.shape[1] > q.shape[2]:
+            table = table.since(-q.shape[2])  # some layers receive the turns of the tokens in the cache, too
         call = AttentionCall(
             layer, q, k, v, mask, scaling, module, run, rest,
-            rotation=self.rotations.get(layer), table=self.tables.get(layer), padding=self.padding,
+            rotation=self.rotations.get(layer), table=table, padding=self.padding,
+            index=self.calls.get(layer, 0), slots=self.slots,
         )  # fmt: skip
-        for part in [part for session in self.sessions for part in session]:
+        self.calls[layer] = call.index + 1
+        for part in parts:
             if isinstance(part, Editor):
                 call = part.edit(call)
+                if not isinstance(call, AttentionCall):
+                    raise BadInput(f"{type(part).__name__}.edit must return the call to go on with, not {call!r}")
             if isinstance(part, Observer):
                 part.observe(call)
         return call.run(call)

@@ -28,7 +28,7 @@ def random_twin(lm: LM, seed: int) -> LM:
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
     needed = 4 * sum(p.numel() for p in _meta(type(model), config).parameters())
-    if lm.device.type == "cpu" and needed > 0.8 * psutil.virtual_memory().available:
+    if needed > 0.8 * free_memory(lm.device):
         raise Refused(f"a twin with random weights needs {needed / 2**30:.1f} GiB of memory, more than is free")
     devices = [] if lm.device.type == "cpu" else [lm.device]
     with torch.random.fork_rng(devices, device_type="cuda"):
@@ -39,6 +39,13 @@ def random_twin(lm: LM, seed: int) -> LM:
             twin = type(model)._from_config(config, dtype=torch.float32)
     # Same class, same config: what was measured of the anatomy holds for the twin.
     return replace(lm, model=twin.eval(), source=f"{lm.source}, random weights, seed {seed}", file_hash=None)
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that can still be had on a device; unknown ones count as the CPU's."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return int(psutil.virtual_memory().available)
 
 
 def _meta(kind: Any, config: Any) -> torch.nn.Module:

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import torch
 
 from rotoscope.errors import NeverFired
-from rotoscope.model.tap import AttentionCall
+from rotoscope.model.call import AttentionCall
 
 Seen = TypeVar("Seen")
 

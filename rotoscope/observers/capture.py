@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rotoscope.model.tap import AttentionCall
+from rotoscope.model.call import AttentionCall
 from rotoscope.observers.base import PerLayer
 
 

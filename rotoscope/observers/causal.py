@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from rotoscope.errors import BadInput
-from rotoscope.model.tap import AttentionCall
+from rotoscope.model.call import AttentionCall
 from rotoscope.observers.base import PerLayer
 from rotoscope.stats.causal import CausalSums, causal_sums
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotoscope.model.tap import AttentionCall
+from rotoscope.model.call import AttentionCall
 from rotoscope.observers.base import PerLayer
 
 
@@ -72,10 +72,12 @@ class Entropy(PerLayer[Spread]):
 
 
 def probabilities(call: AttentionCall, rows: slice = slice(None)) -> torch.Tensor:
-    """Attention weights of some query rows after softcap, mask and sinks, float32 ``[batch, heads, rows, keys]``."""
+    """Attention weights of some query rows, with softcap, bias, mask, sinks: float32 ``[batch, heads, rows, keys]``."""
     logits = call.logits(rows).float()
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
+    if call.bias is not None:
+        logits = logits + call.bias[..., rows, :].float()
     if call.mask is not None and call.mask.dtype != torch.bool:
         logits = logits + (call.mask if call.mask.shape[-2] == 1 else call.mask[..., rows, :]).float()
     logits = logits.masked_fill(~call.allowed(rows), -torch.inf)

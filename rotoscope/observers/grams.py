@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from rotoscope.model.call import AttentionCall
 from rotoscope.model.rotary import Rotation
-from rotoscope.model.tap import AttentionCall
 from rotoscope.observers.base import PerLayer, new_keys
 from rotoscope.stats.moments import Moments
 

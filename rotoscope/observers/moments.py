@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from rotoscope.model.tap import AttentionCall
+from rotoscope.model.call import AttentionCall
 from rotoscope.observers.base import PerLayer, new_keys
 
 

@@ -105,8 +105,8 @@ def fit_moments(q: Moments, k: Moments, e: Moments) -> AdditiveFit:
     query = p * d * q.quadratic(ur, -ui) - cells
     key = n * d * k.quadratic(vr, vi) - cells
     distance = n * p * e.quadratic(tr, -ti) - cells
-    raw = total - cells
-    within = raw - query
+    # What is left of a total by rounding alone is no variation.
+    raw, within = (torch.where(x > 1e-13 * total, x, 0) for x in (total - cells, total - cells - query))
     return AdditiveFit(
         total, raw, within, grid_squares(q, k.centred(), e.centred()), within - key - distance, query, key, distance
     )

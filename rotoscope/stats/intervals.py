@@ -8,6 +8,7 @@ All randomness comes from the `seed` argument; numpy's global state is neither r
 from __future__ import annotations
 
 import operator
+import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -75,7 +76,12 @@ def count(*columns: ArrayLike) -> int:
 
 
 def spearman(x: ArrayLike, y: ArrayLike) -> float:
-    """Spearman's rank correlation, as a statistic for `layer_bootstrap`."""
+    """Spearman's rank correlation, as a statistic for `layer_bootstrap`.
+
+    0 where one column is constant: it ranks nothing.
+    """
+    if np.ptp(x) == 0 or np.ptp(y) == 0:
+        return 0.0
     return float(stats.spearmanr(x, y).statistic)
 
 
@@ -224,14 +230,17 @@ def _bootstrap(
         rows = np.concatenate([groups[group] for group in chosen])
         return float(statistic(*(column[rows] for column in columns)))
 
-    interval = stats.bootstrap(
-        (np.arange(len(groups)),),
-        resampled,
-        n_resamples=n,
-        vectorized=False,
-        confidence_level=level,
-        # Not BCa: it breaks down where a jackknife value or the whole distribution is constant.
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    ).confidence_interval
+    with warnings.catch_warnings():
+        # A constant statistic has an interval of width 0, whatever scipy says of its standard error.
+        warnings.simplefilter("ignore", stats.DegenerateDataWarning)
+        interval = stats.bootstrap(
+            (np.arange(len(groups)),),
+            resampled,
+            n_resamples=n,
+            vectorized=False,
+            confidence_level=level,
+            # Not BCa: it breaks down where a jackknife value or the whole distribution is constant.
+            method="percentile",
+            rng=np.random.default_rng(seed),
+        ).confidence_interval
     return Interval(float(interval.low), float(interval.high))

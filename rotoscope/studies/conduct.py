@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from time import perf_counter
 from typing import Any, Protocol
@@ -80,6 +80,7 @@ def conduct_in(
     result = merge([study.finish(lm, options, done) for study in studies])
     result.tables["anatomy"] = anatomy_table(lm)
     seconds = round(perf_counter() - started, 1)
+    result.decisions += engine.decisions
     made_by = provenance(seed=options.seed, command=command, seconds=seconds, **facts(lm, options))
     result.provenance = made_by | result.provenance
     if engine.out is not None:
@@ -96,7 +97,30 @@ def fingerprint(lm: LM, options: Options, studies: Sequence[Study]) -> dict[str,
     """What must be equal for a run to be resumed."""
     own = "" if options.text is None else hashlib.sha256(options.text.encode()).hexdigest()
     studied = [study.NAME for study in studies]
-    return {**_identity(lm), **options.facts(), "text sha256": own, "studies": studied}
+    weights = {} if lm.file_hash else {"weights": weights_digest(lm.model)}
+    return {**_identity(lm), **weights, **options.facts(), "text sha256": own, "studies": studied}
+
+
+def weights_digest(model: torch.nn.Module) -> str:
+    """A cheap digest of a model's weights, for models that no file stands for: every parameter's sum and first value.
+
+    Weights that an offloading library fetches when they are needed count with their shapes alone.
+    """
+    digest = hashlib.sha256()
+    for name, p in model.named_parameters():
+        for held in _held(p.detach()):
+            values = f"{held.sum().item()!r} {held.flatten()[0].item()!r}" if held.numel() else ""
+            digest.update(f"{name} {tuple(held.shape)} {held.dtype} {values}".encode())
+    return digest.hexdigest()
+
+
+def _held(x: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors that a tensor consists of: quantizing libraries wrap several in one."""
+    if hasattr(x, "__tensor_flatten__"):
+        for name in x.__tensor_flatten__()[0]:
+            yield from _held(getattr(x, name))
+    elif x.device.type != "meta":
+        yield x
 
 
 def facts(lm: LM, options: Options) -> dict[str, Any]:
@@ -112,7 +136,9 @@ def facts(lm: LM, options: Options) -> dict[str, Any]:
         "size": options.size,
         "n_texts": len(some),
         "tokens_per_text": max(len(t.ids) for t in some),
+        "tokens_of_shortest_text": min(len(t.ids) for t in some),
         "batch_size": 1,
+        "max_memory": options.max_memory,
         "text": "default (pydoc_data.topics)" if options.text is None else "user's",
         "chat_template": "off",
         "first_token_ids": list(some[0].ids[:16]),

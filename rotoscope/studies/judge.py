@@ -6,11 +6,12 @@ and open in between.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rotoscope.results import CATALOGUE, Claim, Verdict
+from rotoscope.results import CATALOGUE, Claim, Verdict, not_tested
 from rotoscope.stats import intervals
 
 Ruling = tuple[Verdict, str]
@@ -42,12 +43,16 @@ class Condition:
 
 
 def scaled(threshold: float, factor: float) -> float:
-    """A threshold at half (0.5) or double (2) its size.
+    """A threshold at half (0.5) or double (2) its size."""
+    return threshold * factor
 
-    Bounds above one half on quantities that end at 1 (correlations, shares) are scaled by their distance from 1:
-    .95 becomes .975 or .90. Nothing else would leave them meaningful.
+
+def scaled_from_one(threshold: float, factor: float) -> float:
+    """The same for a high bound on a quantity that ends at 1 (a correlation, a share): its distance from 1 is scaled.
+
+    .95 becomes .975 or .90; half of .95 would ask nothing, and its double cannot be reached.
     """
-    return threshold * factor if threshold <= 0.5 else 1 - (1 - threshold) * factor
+    return 1 - (1 - threshold) * factor
 
 
 def reasons(*conditions: Condition) -> str:
@@ -67,10 +72,15 @@ def claim(
     n: str,
     **extra: Any,
 ) -> Claim:
-    """A tested claim; ``decide(factor)`` gives verdict and reason with every threshold scaled by ``factor``."""
+    """A tested claim; ``decide(factor)`` gives verdict and reason with every threshold scaled by ``factor``.
+
+    Without an interval of its value nothing was tested.
+    """
+    if any(map(math.isnan, interval)):
+        return not_tested(claim_id, f"no interval of {value:.3g}: too few layers, heads or texts ({n})", rule)
     paper, statement = CATALOGUE[claim_id]
     verdict, reason = decide(1.0)
     return Claim(
         claim_id, paper, statement, verdict, value, interval, null, null_name, rule, reason, n,
-        at_half=decide(0.5)[0], at_double=decide(2.0)[0], detectable=intervals.detectable(interval), **extra,
+        at_half=decide(0.5)[0], at_double=decide(2.0)[0], detectable=intervals.detectable(interval) or None, **extra,
     )  # fmt: skip

@@ -23,8 +23,8 @@ from rotoscope.stats import intervals
 from rotoscope.stats.intervals import Interval
 from rotoscope.studies import observe, texts
 from rotoscope.studies.conduct import conduct
-from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled
-from rotoscope.studies.observe import RANDOM, TRAINED, Tables
+from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled, scaled_from_one
+from rotoscope.studies.observe import TRAINED, Tables
 from rotoscope.studies.options import Options
 
 NAME = "massive"
@@ -66,7 +66,7 @@ def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
     massive = _massive(magnitudes, wavelength, lm.trained_length)
     heads = _heads(magnitudes)
     overlap = _overlap([pooled([t["dims"]]) for t in trained])
-    twins = pd.concat([_heads(pooled([done[RANDOM.format(i)]["dims"]])) for i in range(options.random_seeds)])
+    twins = [_heads(pooled([t["dims"]])) for t in observe.twins(done, options)[0]]
     tables = {
         "magnitudes": magnitudes.drop(columns=["n", "mean", "first"]),
         "massive": massive,
@@ -184,7 +184,7 @@ def _layers(lm: LM, heads: pd.DataFrame, per_text: Sequence[pd.DataFrame]) -> pd
     return out.merge(spread, on="layer", how="left")
 
 
-def _m1(heads: pd.DataFrame, twins: pd.DataFrame, options: Options, n: str) -> Claim:
+def _m1(heads: pd.DataFrame, twins: Sequence[pd.DataFrame], options: Options, n: str) -> Claim:
     by_layer = heads.assign(has=heads["count"] > 0).groupby(["layer", "tensor"]).has.mean().unstack()
     layers = by_layer.index.to_numpy()
     share = by_layer.mean()
@@ -209,10 +209,13 @@ def _m1(heads: pd.DataFrame, twins: pd.DataFrame, options: Options, n: str) -> C
         return ("partly" if any(good) else "fails"), why
 
     lesser = "Q" if share.Q <= share.K else "K"
-    null = twins.assign(has=twins["count"] > 0).groupby("tensor").has.mean()
+    null = None
+    if twins:
+        of_twins = pd.concat(twins).assign(has=lambda t: t["count"] > 0).groupby("tensor").has.mean()
+        null = float(min(of_twins.Q, of_twins.K) - of_twins.V)
     return claim(
         "M1", RULES["M1"], decide, value=share[lesser] - share.V, interval=bounds(lesser, "V"),
-        null=float(min(null.Q, null.K) - null.V), null_name="the same with random weights", n=n,
+        null=null, null_name="the same with random weights", n=n,
     )  # fmt: skip
 
 
@@ -247,12 +250,12 @@ def _m2(
     used, beaten = _concentrated(found, magnitudes, options.seed)
 
     def decide(factor: float) -> Ruling:
-        share = Condition("share in slow pairs", slow.mean(), of_slow, ">=", scaled(0.80, factor))
-        stable = Condition("Jaccard between texts", jaccard, of_jaccard, ">=", scaled(0.80, factor))
+        share = Condition("share in slow pairs", slow.mean(), of_slow, ">=", scaled_from_one(0.80, factor))
+        stable = Condition("Jaccard between texts", jaccard, of_jaccard, ">=", scaled_from_one(0.80, factor))
         rank = beaten >= 1 - 0.01 * factor
         why = (
-            f"{reasons(share, stable)}; the most used quarter of pairs holds {used:.0%} of them, more than "
-            f"{beaten:.1%} of {PERMUTATIONS:,} within-head permutations"
+            f"{reasons(share, stable)}; the most used quarter of pairs holds {used:.0%} of them, more "
+            f"than in {beaten * PERMUTATIONS:,.0f} of {PERMUTATIONS:,} within-head permutations"
         )
         if share.met and stable.met and rank:
             return "holds", why

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import torch
 
-from rotoscope.engine import Cell
-from rotoscope.model.lm import LM
+from rotoscope.engine import REFUSED, Cell
+from rotoscope.model.anatomy import LayerAnatomy
+from rotoscope.model.call import AttentionCall, Observer
+from rotoscope.model.lm import LM, evaluating
+from rotoscope.model.residual import stop
 from rotoscope.model.tap import tap
 from rotoscope.model.twin import random_twin
 from rotoscope.observers import Causal, Entropy, Grams, Moments
@@ -19,6 +22,7 @@ from rotoscope.observers.moments import DimSums
 from rotoscope.stats import additive, nulls
 from rotoscope.stats.causal import fit_causal
 from rotoscope.stats.moments import Moments as SecondMoments
+from rotoscope.studies.memory import layers_at_once, split
 from rotoscope.studies.options import Options
 from rotoscope.studies.texts import Text
 
@@ -31,23 +35,37 @@ Tables = dict[str, pd.DataFrame]
 
 def cells(lm: LM, options: Options, some: Sequence[Text]) -> list[Cell]:
     """One cell per text, and one per random-weights twin, each twin on one of the texts."""
+    layers = lm.anatomy.attention
+    at_once = layers_at_once(layers, max(len(t.ids) for t in some), options.max_memory)
+    passes = max(1, len(split(layers, at_once)))
     trained = [
-        Cell(TRAINED.format(i), observe, {"ids": t.ids, "seed": options.seed + i}, cost=len(t.ids))
+        Cell(TRAINED.format(i), observe, {"ids": t.ids, "seed": options.seed + i}, passes * len(t.ids), at_once)
         for i, t in enumerate(some)
     ]
     random = []
     for i in range(options.random_seeds):
         ids = some[i % len(some)].ids
-        random.append(Cell(RANDOM.format(i), observe_twin, {"ids": ids, "seed": options.seed + i}, cost=1.5 * len(ids)))
+        arguments = {"ids": ids, "seed": options.seed + i}
+        cost = (passes + 0.5) * len(ids)
+        random.append(Cell(RANDOM.format(i), observe_twin, arguments, cost, at_once, optional=True))
     return trained + random
 
 
-def observe_twin(lm: LM, ids: Sequence[int], seed: int) -> Tables:
+def twins(done: Mapping[str, Tables], options: Options) -> tuple[list[Tables], str]:
+    """The tables of the random-weights twins that could be run, and why the others could not (or "")."""
+    every = [done[RANDOM.format(i)] for i in range(options.random_seeds)]
+    reasons = [str(tables[REFUSED].reason[0]) for tables in every if REFUSED in tables]
+    return [tables for tables in every if REFUSED not in tables], reasons[0] if reasons else ""
+
+
+def observe_twin(lm: LM, ids: Sequence[int], seed: int, at_once: int | None = None) -> Tables:
     """:func:`observe` on a random-weights twin, with the arms that are repeated there."""
-    return observe(random_twin(lm, seed), ids, seed, arms=nulls.RANDOM_WEIGHTS_ARMS)
+    return observe(random_twin(lm, seed), ids, seed, nulls.RANDOM_WEIGHTS_ARMS, at_once)
 
 
-def observe(lm: LM, ids: Sequence[int], seed: int, arms: Sequence[str] = tuple(nulls.ARMS)) -> Tables:
+def observe(
+    lm: LM, ids: Sequence[int], seed: int, arms: Sequence[str] = tuple(nulls.ARMS), at_once: int | None = None
+) -> Tables:
     """Run one text and reduce what attention received.
 
     Parameters
@@ -60,6 +78,9 @@ def observe(lm: LM, ids: Sequence[int], seed: int, arms: Sequence[str] = tuple(n
         For the arms that draw samples.
     arms : sequence of str
         Arms of the explanation table to fit.
+    at_once : int, optional
+        Layers observed in one forward, by default all. Fewer take less memory and more forwards, and give the same
+        numbers to the last bit.
 
     Returns
     -------
@@ -67,33 +88,75 @@ def observe(lm: LM, ids: Sequence[int], seed: int, arms: Sequence[str] = tuple(n
         ``heads`` (one row per layer and head), ``pairs`` (per layer, head and rotary pair), ``dims`` (per layer,
         tensor, head and dim: count, mean and root mean square, rotated and un-rotated, value at position 0).
     """
-    moments, grams, causal, entropy = Moments(), Grams(), Causal(), Entropy()
-    batch = torch.tensor([list(ids)], device=lm.device)
-    with torch.no_grad(), tap(lm, moments, grams, causal, entropy):
-        lm.model(input_ids=batch, attention_mask=torch.ones_like(batch), use_cache=False)
+    layers = lm.anatomy.attention
     generator = torch.Generator().manual_seed(seed)
-    heads, pairs, dims = [], [], []
-    for layer in lm.anatomy.attention:
-        i = layer.layer
-        columns: dict[str, Any] = {
-            "layer": i,
-            "head": np.arange(layer.heads),
-            "kv_head": np.arange(layer.heads) // (layer.heads // layer.kv_heads),
-            "position": layer.position,
-            "entropy": entropy.layers[i].entropy,
-            "sink_mass": entropy.layers[i].sink_mass,
-        }
-        real = fit_causal(causal.layers[i][0])
-        columns |= {"causal": real.form2, "causal_within": real.form2_within}
-        of_layer = grams.layers.get(i) if layer.position == "rotary" else None
-        if of_layer is not None:
-            reach = min(n for n in (LONGEST_DISTANCE, lm.trained_length, layer.window) if n)
-            columns |= _additivity(of_layer, reach, lm.trained_length, arms, generator)
-            pairs.append(_pairs(i, of_layer, reach))
-        heads.append(pd.DataFrame(_numpy(columns)))
-        dims += [_dims(i, name, sums, of_layer) for name, sums in moments.layers[i].items()]
-    tables = {"heads": heads, "pairs": pairs, "dims": dims}
+    tables: dict[str, list[pd.DataFrame]] = {"heads": [], "pairs": [], "dims": []}
+    for part in split(layers, at_once or len(layers)):
+        for name, rows in _observe(lm, ids, part, arms, generator).items():
+            tables[name] += rows
     return {name: pd.concat(rows, ignore_index=True) for name, rows in tables.items() if rows}
+
+
+def _observe(
+    lm: LM, ids: Sequence[int], layers: Sequence[LayerAnatomy], arms: Sequence[str], generator: torch.Generator
+) -> dict[str, list[pd.DataFrame]]:
+    """One forward, up to the last of these layers, reduced to their tables."""
+    chosen = {layer.layer for layer in layers}
+    by_call = [(Moments(), Grams(), Causal(), Entropy()) for _ in range(max(layer.calls for layer in layers))]
+    parts = [_Only(chosen, call, observer) for call, observers in enumerate(by_call) for observer in observers]
+    batch = torch.tensor([list(ids)], device=lm.device)
+    with torch.no_grad(), evaluating(lm.model), tap(lm, *parts), stop(lm.model, max(chosen) + 1):
+        lm.model(input_ids=batch, attention_mask=torch.ones_like(batch), use_cache=False)
+    tables: dict[str, list[pd.DataFrame]] = {"heads": [], "pairs": [], "dims": []}
+    for layer in layers:
+        for call, observers in enumerate(by_call[: layer.calls]):
+            for name, frame in _reduce(lm, layer, *observers, arms, generator):
+                # The heads of a layer's second attention call are counted on from those of the first.
+                frame["head"] += call * (frame["head"].max() + 1)
+                if "kv_head" in frame:
+                    frame["kv_head"] += call * layer.kv_heads
+                tables[name].append(frame)
+    return tables
+
+
+def _reduce(
+    lm: LM, layer: LayerAnatomy, moments: Moments, grams: Grams, causal: Causal, entropy: Entropy,
+    arms: Sequence[str], generator: torch.Generator,
+) -> Iterator[tuple[str, pd.DataFrame]]:  # fmt: skip
+    """The tables of one attention call of a layer."""
+    i = layer.layer
+    columns: dict[str, Any] = {
+        "layer": i,
+        "head": np.arange(layer.heads),
+        "kv_head": np.arange(layer.heads) // (layer.heads // layer.kv_heads),
+        "position": layer.position,
+        "entropy": entropy.layers[i].entropy,
+        "sink_mass": entropy.layers[i].sink_mass,
+    }
+    real = fit_causal(causal.layers[i][0])
+    columns |= {"causal": real.form2, "causal_within": real.form2_within}
+    of_layer = grams.layers.get(i) if layer.position == "rotary" else None
+    if of_layer is not None:
+        reach = min(n for n in (LONGEST_DISTANCE, lm.trained_length, layer.window) if n)
+        columns |= _additivity(of_layer, reach, lm.trained_length, arms, generator)
+        yield "pairs", _pairs(i, of_layer, reach)
+    if layer.slopes is not None:
+        reach = min(n for n in (LONGEST_DISTANCE, lm.trained_length, layer.window) if n)
+        columns |= biased_additivity(grams.layers[i], layer.scaling, layer.slopes, reach)
+    yield "heads", pd.DataFrame(_numpy(columns))
+    for name, sums in moments.layers[i].items():
+        yield "dims", _dims(i, name, sums, of_layer)
+
+
+class _Only:
+    """Shows an observer one of the attention calls of each of some layers."""
+
+    def __init__(self, layers: set[int], index: int, observer: Observer):
+        self._layers, self._index, self._observer = layers, index, observer
+
+    def observe(self, call: AttentionCall) -> None:
+        if call.layer in self._layers and call.index == self._index:
+            self._observer.observe(call)
 
 
 def _additivity(
@@ -111,6 +174,25 @@ def _additivity(
         "predicted": additive.predicted_form1_within(q, k, e),
         "slow_query_share": (share * (_wavelength(grams, energy.shape[-1]) >= (trained or reach))).sum(-1),
         "phase_resultant": (share * resultant).sum(-1),
+    }
+
+
+def biased_additivity(
+    grams: LayerGrams, scaling: float, slopes: Sequence[float], reach: int
+) -> dict[str, torch.Tensor]:
+    """Form 2 per head of ``w(i, j, d) = scaling · q_i·k_j - slope · d`` on the full grid.
+
+    Distance and content add up by construction, so form 1 holds trivially and is not given.
+    """
+    q, k = grams.q, grams.keys()
+    content = additive.fit_moments(q, k, grams.turns(reach))
+    d = torch.arange(reach, dtype=torch.float64, device=q.sum.device)
+    slope = torch.tensor(slopes, dtype=torch.float64, device=q.sum.device)
+    distance = q.n * k.n * slope.square() * (d - d.mean()).square().sum()
+    raw, within, residual = (scaling**2 * x for x in (content.raw, content.within, content.residual2))
+    return {
+        "form2": additive.correlation(residual, raw + distance),
+        "form2_within": additive.correlation(residual, within + distance),
     }
 
 

@@ -44,6 +44,9 @@ class Options:
         Override the size's number of texts and tokens; ``limit`` is an upper bound on the number of texts.
     text : str, optional
         Text to use in place of the default prose.
+    max_memory : int, optional
+        Bytes that capture may take beside the model itself: layers are observed a few at a time to keep within it,
+        which changes no number.
     """
 
     size: str = "standard"
@@ -52,14 +55,15 @@ class Options:
     tokens: int | None = None
     limit: int | None = None
     text: str | None = None
+    max_memory: int | None = None
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
             raise BadInput(f"size {self.size!r} is not one of {', '.join(SIZES)}")
-        for name in ("texts", "tokens", "limit"):
+        for name in ("texts", "tokens", "limit", "max_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
-                raise BadInput(f"{name} must be at least 1, not {value}")
+                raise BadInput(f"{name.replace('_', '-')} must be at least 1, not {value}")
         if self.seed not in SEEDS:
             raise BadInput(f"seed must be a whole number from 0 to {SEEDS[-1]}, not {self.seed}")
 

@@ -18,8 +18,8 @@ from rotoscope.stats import intervals, nulls
 from rotoscope.stats.intervals import Interval
 from rotoscope.studies import observe, texts
 from rotoscope.studies.conduct import conduct
-from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled
-from rotoscope.studies.observe import KINDS, RANDOM, TRAINED, Tables
+from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled, scaled_from_one
+from rotoscope.studies.observe import KINDS, TRAINED, Tables
 from rotoscope.studies.options import Options
 
 NAME = "position"
@@ -52,9 +52,10 @@ def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
     """Tables and claims from the finished cells."""
     some = texts.texts(lm, options)
     trained = [done[TRAINED.format(i)] for i in range(len(some))]
-    random = [done[RANDOM.format(i)] for i in range(options.random_seeds)]
+    random, missing = observe.twins(done, options)
     per_text = pd.concat([t["heads"].assign(text=i) for i, t in enumerate(trained)], ignore_index=True)
-    twins = pd.concat([t["heads"].assign(text=i) for i, t in enumerate(random)], ignore_index=True)
+    some_twins = [t["heads"].assign(text=i) for i, t in enumerate(random)]
+    twins = pd.concat(some_twins or [per_text.loc[[], ["text", "layer", "head"]]], ignore_index=True)
     heads = _heads(per_text, twins)
     tables = {"heads": heads, "texts": texts.table(some), "layers": _layers(lm, heads)}
     if "pairs" in trained[0]:
@@ -62,12 +63,14 @@ def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
         tables["pairs"] = pd.concat(t["pairs"] for t in trained).groupby(keys, as_index=False).mean()
     if not lm.anatomy.rotary:
         reason = "no layer rotates its queries and keys, so the full query × key × distance grid is not defined"
+        if any(layer.slopes for layer in lm.anatomy.layers):
+            reason = "no layer rotates its queries and keys; with ALiBi's distance added to content form 1 is trivial"
         return Result(tables, [not_tested(c, reason, RULES[c]) for c in RULES], {}, {})
     tables["explanation"] = explanation(per_text, twins, options.seed)
     n = f"{int(heads.form1.notna().sum())} heads, {len(some)} texts"
     claims = [
         _p1(tables["explanation"], n),
-        _p2(heads, options, n),
+        _p2(heads, len(random), missing, options, n),
         _p3(heads, options, n),
     ]
     names = {kind: kind.replace("form", "form ").replace("_within", " within-query") for kind in (*KINDS, "causal")}
@@ -107,6 +110,8 @@ def _heads(per_text: pd.DataFrame, twins: pd.DataFrame) -> pd.DataFrame:
     out = fixed.merge(numbers.groupby(keys, as_index=False).mean(), on=keys)
     kept = [c for c in twins if c.split("__")[0] in (*KINDS, *CAUSAL) and not c.endswith("__with_position_0")]
     renamed = {c: "__random_".join(c.split("__")) if "__" in c else f"{c}__random" for c in kept}
+    if not kept:
+        return out
     null = twins.groupby(keys, as_index=False)[kept].mean().rename(columns=renamed)
     return out.merge(null, on=keys)
 
@@ -123,29 +128,29 @@ def _p1(table: pd.DataFrame, n: str) -> Claim:
     of = table.set_index(["arm", "kind"])
 
     def outer(kind: str) -> Interval:
-        """The wider of the two intervals at each end: neither texts nor heads may carry the verdict alone."""
+        """The wider of the two intervals at each end, none if one is missing: neither may carry the verdict alone."""
         row = of.loc[("as_it_is", kind)]
-        return Interval(np.nanmin([row.low, row.low_heads]), np.nanmax([row.high, row.high_heads]))
+        return Interval(np.min([row.low, row.low_heads]), np.max([row.high, row.high_heads]))
 
     def decide(factor: float) -> Ruling:
         both = [
-            Condition(name, of.loc[("as_it_is", kind)].value, outer(kind), ">=", scaled(0.95, factor))
+            Condition(name, of.loc[("as_it_is", kind)].value, outer(kind), ">=", scaled_from_one(0.95, factor))
             for name, kind in (("form 1 within-query r", "form1_within"), ("form 2 within-query r", "form2_within"))
         ]
         met = sum(c.met for c in both)
         return ("fails", "partly", "holds")[met], reasons(*both)
 
     raw = of.loc[("as_it_is", "form1")].value
-    null = of.loc[("random", "form1")].value
+    null = of.loc[("random", "form1")].value if ("random", "form1") in of.index else None
     return claim(
         "P1", RULES["P1"], decide, value=raw, interval=outer("form1"), null=null,
         null_name="the same r with random weights", n=n,
     )  # fmt: skip
 
 
-def _p2(heads: pd.DataFrame, options: Options, n: str) -> Claim:
-    if options.random_seeds < 3:
-        return not_tested("P2", "fewer than 3 seeds of random weights", RULES["P2"])
+def _p2(heads: pd.DataFrame, seeds: int, missing: str, options: Options, n: str) -> Claim:
+    if seeds < 3:
+        return not_tested("P2", missing or "fewer than 3 seeds of random weights", RULES["P2"])
     layers = heads.layer.to_numpy()
     difference = {
         arm: heads[f"form1__{arm}"] - heads[f"form1__random_{arm}"]
@@ -167,7 +172,7 @@ def _p2(heads: pd.DataFrame, options: Options, n: str) -> Claim:
     return claim(
         "P2", RULES["P2"], decide, value=difference["both_means_removed"].mean(),
         interval=interval["both_means_removed"], null=heads["form1__random_both_means_removed"].mean(),
-        null_name="means-removed r with random weights", n=f"{n}, {options.random_seeds} random twins",
+        null_name="level with random weights", n=f"{n}, {seeds} random twins",
     )  # fmt: skip
 
 
@@ -190,12 +195,12 @@ def _p3(heads: pd.DataFrame, options: Options, n: str) -> Claim:
     of_gain = bootstrap((measured, predicted, slow), better)
 
     def decide(factor: float) -> Ruling:
-        rank = Condition("Spearman", rho, of_rho, ">=", scaled(0.80, factor))
+        rank = Condition("Spearman", rho, of_rho, ">=", scaled_from_one(0.80, factor))
         close = Condition("mean absolute error", error.mean(), of_error, "<=", scaled(0.02, factor))
         gain = Condition("Spearman above slow-pair energy's", rho - null, of_gain, ">", 0.0)
         if rank.met and close.met and gain.met:
             return "holds", reasons(rank, close, gain)
-        return "partly" if of_rho.low >= scaled(0.50, factor) else "fails", reasons(rank, close, gain)
+        return "partly" if of_rho.low >= scaled_from_one(0.50, factor) else "fails", reasons(rank, close, gain)
 
     return claim(
         "P3", RULES["P3"], decide, value=rho, interval=of_rho, null=null,

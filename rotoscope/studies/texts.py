@@ -42,7 +42,7 @@ def texts(lm: LM, options: Options) -> list[Text]:
     Raises
     ------
     BadInput
-        If the text has fewer than 16 tokens, or the model no tokenizer.
+        If the text has fewer than 16 tokens, or the model no tokenizer or another one's.
     """
     tokens = options.n_tokens if lm.trained_length is None else min(options.n_tokens, lm.trained_length)
     if tokens < SHORTEST:
@@ -53,10 +53,24 @@ def texts(lm: LM, options: Options) -> list[Text]:
     if held < SHORTEST:
         raise BadInput(f"the text has {held} tokens; at least {SHORTEST} are needed")
     count = min(options.n_texts, max(1, held // tokens))
+    some = _stretches(lm, whole, count, tokens)
+    while min(len(t.ids) for t in some) < SHORTEST and count > 1:  # blanks may fill a stretch
+        count -= 1
+        some = _stretches(lm, whole, count, tokens)
+    largest, vocabulary = max(max(t.ids) for t in some), lm.anatomy.vocabulary
+    if largest >= vocabulary:
+        raise BadInput(
+            f"the tokenizer of {lm.source} gives ids up to {largest} where the model has {vocabulary} embeddings: it "
+            "belongs to another model"
+        )
+    return some
+
+
+def _stretches(lm: LM, whole: str, count: int, tokens: int) -> list[Text]:
     stride = len(whole) // count
+    parts = (whole[i * stride : (i + 1) * stride] for i in range(count))
     return [
-        Text(tuple(lm.encode(part[: tokens * _CHARACTERS_PER_TOKEN])[:tokens].tolist()), part[:80])
-        for part in (whole[i * stride : (i + 1) * stride] for i in range(count))
+        Text(tuple(lm.encode(part[: tokens * _CHARACTERS_PER_TOKEN])[:tokens].tolist()), part[:80]) for part in parts
     ]
 
 

@@ -1,0 +1,129 @@
+"""Changes: the identity changes nothing, a real one is felt, in every layer; all is put back, errors included."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+from rotoscope.checks.bench import Bench, Check, Measure, apart
+from rotoscope.model import residual
+from rotoscope.model.call import AttentionCall
+from rotoscope.model.lm import LM
+from rotoscope.model.tap import tap
+
+IDENTITY = "a change by nothing does nothing"
+FELT = "a real change is felt"
+REACHED = "an edit of each layer is felt"
+RESTORED = "the model is put back"
+
+Trial = Callable[[LM, bool], AbstractContextManager[Any]]
+
+
+@dataclass
+class Scale:
+    """Multiplies queries."""
+
+    by: float
+
+    def edit(self, call: AttentionCall) -> AttentionCall:
+        return replace(call, q=call.q * self.by)
+
+
+@dataclass
+class NegateValues:
+    """Layer ``layers[i]`` gets the values of row ``i`` of the batch negated."""
+
+    layers: list[int]
+
+    def edit(self, call: AttentionCall) -> AttentionCall:
+        if call.layer not in self.layers:
+            return call
+        v = call.v.clone()
+        v[self.layers.index(call.layer)] *= -1
+        return replace(call, v=v)
+
+
+class Raises:
+    """Breaks a forward off."""
+
+    def observe(self, call: AttentionCall) -> None:
+        raise _Broken
+
+
+class _Broken(Exception):
+    pass
+
+
+TRIALS: dict[str, Trial] = {
+    "editor": lambda lm, real: tap(lm, Scale(1.5 if real else 1.0)),
+    "boundary": lambda lm, real: residual.replace(lm.model, 0, lambda h: -h.flip(1) if real else h),
+}
+"""By name, what changes a model while a block is open: for real, or by nothing. All of them are tried."""
+
+
+def checks(bench: Bench) -> Iterator[Check]:
+    """Every trial, every layer, and what an exception leaves behind."""
+    for name, trial in TRIALS.items():
+        yield Check(IDENTITY, name, partial(_trial, name=name, trial=trial))
+    yield Check(REACHED, "values negated", _each_layer)
+    yield Check(RESTORED, "after an exception", _restored)
+
+
+def traces(model: nn.Module) -> list[tuple[Any, ...]]:
+    """Per module, everything that a block could leave behind: hooks, forwards, implementation names, flags."""
+    hooks = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+    found = []
+    for name, module in model.named_modules():
+        config = getattr(module, "config", None)
+        chosen = getattr(config, "_attn_implementation_internal", None)
+        own = vars(module).get("forward")
+        counts = tuple(len(getattr(module, hook)) for hook in hooks)
+        found.append((name, id(own), counts, module.training, type(chosen), str.__str__(chosen or "")))
+    return found
+
+
+def left_behind(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> int:
+    """How many modules are not as they were."""
+    return sum(a != b for a, b in zip_longest(before, after))
+
+
+def _trial(bench: Bench, name: str, trial: Trial) -> Iterator[Measure]:
+    batch = bench.batch(name, [bench.row(bench.lengths[:2][-1])])
+    plain = bench.plain(batch)
+    with trial(bench.lm, False):
+        same = bench.run(batch)
+    yield Measure(IDENTITY, name, apart(same, plain), 2 * apart(bench.plain(batch), plain), strict=True)
+    with trial(bench.lm, True):
+        changed = apart(bench.run(batch), plain)
+    yield Measure(FELT, name, float(not changed > 0), 0.0, strict=True, note=f"by {changed:.1e}")
+
+
+def _each_layer(bench: Bench) -> Iterator[Measure]:
+    """One row of a batch per layer, so that one forward tells of all."""
+    layers = [layer.layer for layer in bench.lm.anatomy.attention]
+    row = bench.row(bench.lengths[:2][-1])[:5]
+    felt = []
+    for start in range(0, len(layers), 16):
+        some = layers[start : start + 16]
+        batch = bench.batch("", [row] * len(some))
+        plain, edited = bench.plain(batch), bench.tapped(batch, NegateValues(some))
+        felt += [apart(a, b) for a, b in zip(edited, plain, strict=True)]
+    unfelt = {layer: 1.0 for layer, by in zip(layers, felt, strict=True) if by == 0}
+    yield Measure(REACHED, "values negated", float(len(unfelt)), 0.0, strict=True, layers=unfelt)
+
+
+def _restored(bench: Bench) -> Iterator[Measure]:
+    batch = bench.batch("", [bench.row(bench.lengths[:2][-1])])
+    before, plain = traces(bench.model), bench.plain(batch)
+    with suppress(_Broken):
+        bench.tapped(batch, Raises())
+    changed = left_behind(before, traces(bench.model))
+    yield Measure(RESTORED, "after an exception", float(changed), 0.0, strict=True)
+    difference = apart(bench.plain(batch), plain)
+    yield Measure(RESTORED, "logits after an exception", difference, bench.floor)
