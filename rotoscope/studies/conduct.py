@@ -109,7 +109,10 @@ def weights_digest(model: torch.nn.Module) -> str:
     digest = hashlib.sha256()
     for name, p in model.named_parameters():
         for held in _held(p.detach()):
-            values = f"{held.sum().item()!r} {held.flatten()[0].item()!r}" if held.numel() else ""
+            # In half precision a sum would round small changes away, and 8-bit floats have none.
+            numbers = held.view(torch.uint8) if held.dtype.itemsize == 1 else held
+            total = numbers.sum(dtype=torch.float64).item()
+            values = f"{total!r} {numbers.flatten()[0].item()!r}" if held.numel() else ""
             digest.update(f"{name} {tuple(held.shape)} {held.dtype} {values}".encode())
     return digest.hexdigest()
 

@@ -135,13 +135,12 @@ def _reduce(
     }
     real = fit_causal(causal.layers[i][0])
     columns |= {"causal": real.form2, "causal_within": real.form2_within}
+    reach = min(n for n in (LONGEST_DISTANCE, lm.trained_length, layer.window) if n)
     of_layer = grams.layers.get(i) if layer.position == "rotary" else None
     if of_layer is not None:
-        reach = min(n for n in (LONGEST_DISTANCE, lm.trained_length, layer.window) if n)
         columns |= _additivity(of_layer, reach, lm.trained_length, arms, generator)
         yield "pairs", _pairs(i, of_layer, reach)
     if layer.slopes is not None:
-        reach = min(n for n in (LONGEST_DISTANCE, lm.trained_length, layer.window) if n)
         columns |= biased_additivity(grams.layers[i], layer.scaling, layer.slopes, reach)
     yield "heads", pd.DataFrame(_numpy(columns))
     for name, sums in moments.layers[i].items():
