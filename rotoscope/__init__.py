@@ -17,13 +17,15 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotoscope import engine, errors, model, observers, report, results, stats, studies
+    from rotoscope import engine, errors, interventions, model, observers, report, results, stats, studies, tasks
     from rotoscope.doctor import doctor
     from rotoscope.errors import BadInput, NeverFired, Refused, RotoscopeError
+    from rotoscope.interventions.shallow import shallow_prefill
     from rotoscope.model.lm import LM, wrap
     from rotoscope.model.loading import load
     from rotoscope.model.tap import tap
     from rotoscope.results import Claim, Result, read
+    from rotoscope.tasks.evaluate import evaluate
 
     __version__: str
 
@@ -39,15 +41,19 @@ __all__ = [
     "doctor",
     "engine",
     "errors",
+    "evaluate",
+    "interventions",
     "load",
     "model",
     "observers",
     "read",
     "report",
     "results",
+    "shallow_prefill",
     "stats",
     "studies",
     "tap",
+    "tasks",
     "wrap",
 ]
 
@@ -60,8 +66,10 @@ _HOME = {
     "Result": "rotoscope.results",
     "RotoscopeError": "rotoscope.errors",
     "doctor": "rotoscope.doctor",
+    "evaluate": "rotoscope.tasks.evaluate",
     "load": "rotoscope.model.loading",
     "read": "rotoscope.results",
+    "shallow_prefill": "rotoscope.interventions.shallow",
     "tap": "rotoscope.model.tap",
     "wrap": "rotoscope.model.lm",
 }

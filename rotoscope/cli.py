@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import io
 import json
 import logging
@@ -36,7 +37,7 @@ Model = Annotated[str, typer.Argument(help="demo, a hub id, a folder, or a .gguf
 Out = Annotated[Path | None, typer.Option(help="Directory for report, tables and claims [runs/COMMAND-MODEL].")]
 Size = Annotated[str, typer.Option(help="quick, standard or full.")]
 Seed = Annotated[int, typer.Option(help="Every random choice derives from it.")]
-Limit = Annotated[int | None, typer.Option(help="At most this many texts.")]
+Limit = Annotated[int | None, typer.Option(help="At most this many texts, and items of each task.")]
 Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, …")]
 Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or float64.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run in --out.")]
@@ -45,6 +46,14 @@ Plan = Annotated[bool, typer.Option("--plan", help="Print cells, token-forwards 
 TextFile = Annotated[Path | None, typer.Option("--text", help="UTF-8 text to read in place of the default prose.")]
 Texts = Annotated[int | None, typer.Option(help="Number of texts.")]
 Tokens = Annotated[int | None, typer.Option(help="Tokens of each text.")]
+TaskSpecs = Annotated[
+    list[str] | None,
+    typer.Option("--task", help="NAME[:PARAMETER=VALUE], jsonl:FILE or lm_eval:NAME in place of the size's tasks."),
+]
+Disrupt = Annotated[
+    list[str] | None,
+    typer.Option("--disrupt", help="An arm such as top-2:positions=all, beside the judged ones; none: no disruption."),
+]
 MaxMemory = Annotated[
     str | None, typer.Option("--max-memory", help="What capture may take beside the model, such as 500MB or 2GB.")
 ]
@@ -57,6 +66,10 @@ EstimateOnly = Annotated[
 ]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")]
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a hub model to run its own code.")]
+
+
+_ONLY = {"task": ("audit", "massive", "depth"), "disrupt": ("audit", "massive")}
+"""The commands that have an option; all have those that are not named."""
 
 
 def _study_command(name: str, help_text: str, default_size: str) -> None:
@@ -76,6 +89,8 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
         text: TextFile = None,
         texts: Texts = None,
         tokens: Tokens = None,
+        task: TaskSpecs = None,
+        disrupt: Disrupt = None,
         max_memory: MaxMemory = None,
         trained_length: Trained = None,
         revision: Revision = None,
@@ -88,7 +103,9 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
         if engine != "local":
             raise BadInput(f"engine {engine!r} is not available; use --engine local")
         bound = None if max_memory is None else parse_bytes(max_memory)
-        options = Options(size, seed, texts, tokens, limit, _read_text(text), bound)
+        options = Options(
+            size, seed, texts, tokens, limit, _read_text(text), bound, tuple(task or ()), tuple(disrupt or ())
+        )
         chosen = list(STUDIES.values()) if name == "audit" else [STUDIES[name]]
         loading = {
             "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
@@ -99,13 +116,19 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
             return
         _run(name, model, chosen, options, loading, out, resume, as_json)
 
+    signature = inspect.signature(command, eval_str=True)
+    kept = [p for p in signature.parameters.values() if name in _ONLY.get(p.name, (name,))]
+    command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
     command.__doc__ = help_text
     app.command(name)(command)
 
 
 _study_command("audit", "Run all studies on a model and write the report.", "quick")
 _study_command("position", "Are attention logits position + semantics? Claims P1-P3.", "standard")
-_study_command("massive", "Where do massive values sit in Q, K and V? Claims M1-M3.", "standard")
+_study_command(
+    "massive", "Where do massive values sit in Q, K and V, and what breaks without them? Claims M1-M4.", "standard"
+)
+_study_command("depth", "From which layer on do earlier tokens stop mattering? Claims D1-D4.", "standard")
 
 
 @app.command()
@@ -145,6 +168,38 @@ def report(directory: Annotated[Path, typer.Argument(help="A finished run.")]) -
     from rotoscope.results import read
 
     typer.echo(f"report: {write(read(directory), directory / 'report.html')}")
+
+
+@app.command("tasks")
+def tasks_(
+    name: Annotated[
+        str | None, typer.Argument(help="Show examples of this task: NAME[:PARAMETER=VALUE], NAME:FILE.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose tokenizer counts the tokens of prompts.")] = "demo",
+    n: Annotated[int, typer.Option("--n", "-n", help="Number of examples.")] = 3,
+    seed: Seed = 0,
+    check: Annotated[
+        bool, typer.Option("--check", help="Score a right and a wrong answer; exit 1 on a fault.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """List the tasks, show what one asks, or check that they tell right answers from wrong ones."""
+    from rotoscope.tasks import TASKS, show
+
+    data: list[dict[str, Any]]
+    if check:
+        lm = _load(model)
+        rows = [row for task in ([name] if name else TASKS) for row in show.check(lm, task)]
+        text, data = show.checked(rows), [row.summary() for row in rows]
+    elif name:
+        examples = show.samples(_load(model), name, n, seed)
+        text, data = show.shown(examples), [vars(example) for example in examples]
+    else:
+        data = show.listing()
+        text = show.listed(data)
+    typer.echo(json.dumps(data, indent=2, ensure_ascii=False, default=str) if as_json else text)
+    if not all(row.get("ok", True) for row in data):
+        raise typer.Exit(1)
 
 
 @app.command()

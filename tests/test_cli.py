@@ -96,7 +96,7 @@ def test_a_plan_runs_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.chdir(tmp_path)
     done = CliRunner().invoke(cli.app, ["audit", str(model), "--plan", *FEW])
     assert done.exit_code == 0
-    assert "5 cells" in done.stdout
+    assert "9 cells" in done.stdout
     assert list(tmp_path.iterdir()) == []
 
 
@@ -144,7 +144,7 @@ def test_help_waits_for_nothing_heavy() -> None:
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.splitlines()[-1] == "[]"
-    for name in ("audit", "position", "massive", "doctor", "report", "cache"):
+    for name in ("audit", "position", "massive", "depth", "tasks", "doctor", "report", "cache"):
         assert name in out
 
 

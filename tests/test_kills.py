@@ -80,7 +80,9 @@ def finals(out: Path) -> dict[str, bytes]:
 
 
 def tables(out: Path) -> dict[str, bytes]:
-    return {name: data for name, data in finals(out).items() if name.endswith(".parquet")}
+    """Every table but those that hold seconds."""
+    timed = ("prefill.parquet", "depth_cost.parquet")
+    return {name: data for name, data in finals(out).items() if name.endswith(".parquet") and not name.endswith(timed)}
 
 
 def claims(out: Path) -> object:

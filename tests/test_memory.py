@@ -97,6 +97,8 @@ def test_a_bounded_run_and_one_short_of_memory_write_the_tables_of_a_free_one(
     assert len(short.decisions) == 5
     for name in ("tight", "short"):
         for path in free.rglob("*.parquet"):
+            if path.stem in ("prefill", "depth_cost"):
+                continue  # hold seconds
             assert (tmp_path / name / path.relative_to(free)).read_bytes() == path.read_bytes()
     assert [c.value for c in tight.claims] == [c.value for c in short.claims]
 

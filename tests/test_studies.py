@@ -17,6 +17,7 @@ from tiny import tiny
 import rotoscope as rs
 from rotoscope.studies import STUDIES, Options, conduct, observe, plan, texts
 from rotoscope.studies.massive import pooled
+from rotoscope.studies.swap_pairs import SETS
 
 FEW = {"size": "quick", "texts": 2, "tokens": 60}
 
@@ -44,7 +45,7 @@ def test_the_tables_hold_what_is_promised(result: rs.Result) -> None:
         assert columns <= set(result.tables[name].columns), name
     assert len(result.tables["heads"]) == 12
     assert len(result.tables["magnitudes"]) == 3 * (4 + 2 + 2) * 16
-    assert {c.id for c in result.claims} == {"P1", "P2", "P3", "M1", "M2", "M3"}
+    assert {c.id for c in result.claims} == {"P1", "P2", "P3", "M1", "M2", "M3", "M4", "D1", "D2", "D3", "D4"}
     arms = set(result.tables["explanation"].arm)
     assert {"as_it_is", "both_means_removed", "isotropic", "matched_gaussian", "random_both_means_removed"} <= arms
 
@@ -164,13 +165,16 @@ def test_a_run_is_the_same_in_memory_on_disk_and_resumed(lm: rs.LM, result: rs.R
 
 def test_a_single_study_is_one_call(lm: rs.LM) -> None:
     found = rs.studies.massive.run(lm, **FEW)
-    assert {c.id for c in found.claims} == {"M1", "M2", "M3"}
+    assert {c.id for c in found.claims} == {"M1", "M2", "M3", "M4"}
 
 
 def test_a_plan_names_cells_and_runs_nothing(lm: rs.LM) -> None:
     table = plan(list(STUDIES.values()), lm, Options(**FEW))
-    assert len(table) == 2 + 3
-    assert table.token_forwards.sum() == 2 * 60 + 3 * 1.5 * 60
+    observed = table[table.cell.str.startswith("observe/")]
+    assert len(observed) == 2 + 3
+    assert observed.token_forwards.sum() == 2 * 60 + 3 * 1.5 * 60
+    # Every prompt of single characters is longer than what this model was trained on: no task can be asked.
+    assert set(table.cell) - set(observed.cell) == {"depth/cost", *(f"depth/swap/{name}" for name in SETS)}
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,10 @@ from typing import Any
 
 from torch import nn
 
-from rotoscope.checks.bench import Bench, Check, Measure, apart
+from rotoscope.checks.bench import LEFT, Bench, Check, Measure, apart
+from rotoscope.checks.forwards import in_steps
+from rotoscope.errors import Refused
+from rotoscope.interventions import Disrupt, Freeze, Noise, Shuffle, SkipAttention, shallow_prefill
 from rotoscope.model import residual
 from rotoscope.model.call import AttentionCall
 from rotoscope.model.lm import LM
@@ -21,6 +24,7 @@ IDENTITY = "a change by nothing does nothing"
 FELT = "a real change is felt"
 REACHED = "an edit of each layer is felt"
 RESTORED = "the model is put back"
+SHALLOW = "a shallow prefill equals freezing"
 
 Trial = Callable[[LM, bool], AbstractContextManager[Any]]
 
@@ -63,15 +67,26 @@ class _Broken(Exception):
 TRIALS: dict[str, Trial] = {
     "editor": lambda lm, real: tap(lm, Scale(1.5 if real else 1.0)),
     "boundary": lambda lm, real: residual.replace(lm.model, 0, lambda h: -h.flip(1) if real else h),
+    "disrupt": lambda lm, real: Disrupt(selection="top-2" if real else "top-0", replacement="zero").on(lm),
+    "noise": lambda lm, real: Noise(_at(lm, real)).on(lm),
+    "shuffle": lambda lm, real: Shuffle(_at(lm, real)).on(lm),
+    "freeze": lambda lm, real: Freeze(_at(lm, real)).on(lm),
+    "skip": lambda lm, real: SkipAttention(_at(lm, real)).on(lm),
 }
 """By name, what changes a model while a block is open: for real, or by nothing. All of them are tried."""
 
 
+def _at(lm: LM, real: bool) -> int:
+    """The boundary of a change that is felt most, or of one that is none."""
+    return 0 if real else len(lm.anatomy.layers)
+
+
 def checks(bench: Bench) -> Iterator[Check]:
-    """Every trial, every layer, and what an exception leaves behind."""
+    """Every trial, every layer, prefill that stops early, and what an exception leaves behind."""
     for name, trial in TRIALS.items():
         yield Check(IDENTITY, name, partial(_trial, name=name, trial=trial))
     yield Check(REACHED, "values negated", _each_layer)
+    yield Check(SHALLOW, LEFT, _shallow)
     yield Check(RESTORED, "after an exception", _restored)
 
 
@@ -96,11 +111,15 @@ def left_behind(before: list[tuple[Any, ...]], after: list[tuple[Any, ...]]) -> 
 def _trial(bench: Bench, name: str, trial: Trial) -> Iterator[Measure]:
     batch = bench.batch(name, [bench.row(bench.lengths[:2][-1])])
     plain = bench.plain(batch)
-    with trial(bench.lm, False):
-        same = bench.run(batch)
+    try:
+        with trial(bench.lm, False):
+            same = bench.run(batch)
+        with trial(bench.lm, True):
+            changed = apart(bench.run(batch), plain)
+    except Refused as error:
+        yield Measure(IDENTITY, name, float("nan"), 0.0, note=str(error))
+        return
     yield Measure(IDENTITY, name, apart(same, plain), 2 * apart(bench.plain(batch), plain), strict=True)
-    with trial(bench.lm, True):
-        changed = apart(bench.run(batch), plain)
     yield Measure(FELT, name, float(not changed > 0), 0.0, strict=True, note=f"by {changed:.1e}")
 
 
@@ -116,6 +135,27 @@ def _each_layer(bench: Bench) -> Iterator[Measure]:
         felt += [apart(a, b) for a, b in zip(edited, plain, strict=True)]
     unfelt = {layer: 1.0 for layer, by in zip(layers, felt, strict=True) if by == 0}
     yield Measure(REACHED, "values negated", float(len(unfelt)), 0.0, strict=True, layers=unfelt)
+
+
+def _shallow(bench: Bench) -> Iterator[Measure]:
+    """The first new token's logits, to half the depth."""
+    longest = bench.row(bench.lengths[:2][-1])
+    batch = bench.padded([longest, longest[:4]], "one row")
+    if "use_cache" not in bench.takes:
+        yield Measure(SHALLOW, batch.case, float("nan"), 0.0, note="the model's forward takes no use_cache")
+        return
+    with bench.untouched("cache"):
+        own = apart(in_steps(bench, batch)[:, -1], bench.plain(batch)[:, -1])  # what the model's cache costs by itself
+    depth = len(bench.lm.anatomy.layers) // 2
+    with Freeze(depth).on(bench.lm):
+        frozen = bench.run(batch)[:, -1]
+    try:
+        with shallow_prefill(bench.lm, depth):
+            shallow = bench.model(**bench.arguments(batch), use_cache=True).logits[:, -1].to(frozen.device)
+    except Refused as error:
+        yield Measure(SHALLOW, batch.case, float("nan"), 0.0, note=str(error))
+        return
+    yield Measure(SHALLOW, batch.case, apart(shallow, frozen), max(bench.floor, 10 * own))
 
 
 def _restored(bench: Bench) -> Iterator[Measure]:

@@ -61,16 +61,16 @@ def _cached(bench: Bench, batch: Batch) -> Iterator[Measure]:
     truth, seen = Truth(batch, cached=True), Seen(cached=True)
     weighted = Weighted(truth)
     with bench.untouched(batch.case):
-        plain = _in_steps(bench, batch)
+        plain = in_steps(bench, batch)
     with tap(bench.lm, weighted, truth, *seen.parts):
-        tapped = _in_steps(bench, batch, truth)
-    yield _tap(bench, batch, tapped[real], plain[real], partial(_in_steps, bench))
+        tapped = in_steps(bench, batch, truth)
+    yield _tap(bench, batch, tapped[real], plain[real], partial(in_steps, bench))
     yield _own(bench, batch, plain)
     if not plain[real].isnan().any():
         yield from _observed(bench, batch, truth, seen, weighted)
 
 
-def _in_steps(bench: Bench, batch: Batch, truth: Truth | None = None) -> torch.Tensor:
+def in_steps(bench: Bench, batch: Batch, truth: Truth | None = None) -> torch.Tensor:
     """Logits of a prefill and some steps of one token each, side by side as one forward would give them."""
     length, out = batch.ids.shape[1], []
     held: dict[str, Any] = {}

@@ -91,12 +91,7 @@ class AttentionCall:
         """
         if self.slots:
             raise BadInput("a static cache hands over empty slots among the keys; observers need a dynamic cache")
-        batch, _, length, _ = self.q.shape
-        if self.padding is None:
-            return torch.ones(batch, length, dtype=torch.bool, device=self.q.device)
-        if self.padding.ndim != 2:
-            raise BadInput("observers need a two-dimensional attention_mask [batch, tokens] to tell padding from text")
-        return self.padding[:, -length:].to(self.q.device, torch.bool)
+        return _real(self.q, self.padding)
 
     @property
     def first(self) -> torch.Tensor:
@@ -140,6 +135,51 @@ class AttentionCall:
         return self.rotation.unrotate(x, self.table)
 
 
+@dataclass(frozen=True)
+class NewKeys:
+    """Keys and values that a layer is about to attend with, new ones before a cache holds them.
+
+    Attributes
+    ----------
+    layer : int
+        Decoder layer, counted from 0.
+    k, v : torch.Tensor
+        ``[batch, kv_heads, tokens, head_dim]``, after rotary embedding and key norms.
+    padding : torch.Tensor or None
+        The model's ``attention_mask``.
+    past : int
+        Tokens, padding included, of earlier forwards.
+    start : int
+        Column of the first of these tokens: ``past``, or 0 where a layer's cache keeps another form than attention
+        reads, so that the earlier tokens' keys come unchanged again.
+    index : int
+        Which of the layer's calls in this forward they are for.
+    """
+
+    layer: int
+    k: torch.Tensor
+    v: torch.Tensor
+    padding: torch.Tensor | None = field(default=None, repr=False)
+    past: int = 0
+    start: int = 0
+    index: int = 0
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """Which of them are real, boolean ``[batch, tokens]`` (False = padding)."""
+        return _real(self.k, self.padding)
+
+
+def _real(x: torch.Tensor, padding: torch.Tensor | None) -> torch.Tensor:
+    """Which of the tokens of ``x`` ``[batch, heads, tokens, dims]`` are no padding, by the model's mask."""
+    batch, _, length, _ = x.shape
+    if padding is None:
+        return torch.ones(batch, length, dtype=torch.bool, device=x.device)
+    if padding.ndim != 2:
+        raise BadInput("observers need a two-dimensional attention_mask [batch, tokens] to tell padding from text")
+    return padding[:, -length:].to(x.device, torch.bool)
+
+
 @runtime_checkable
 class Observer(Protocol):
     """Reads calls: ``observe(call)`` is told of every attention call while the tap is open."""
@@ -152,3 +192,13 @@ class Editor(Protocol):
     """Changes calls: ``edit(call)`` returns the call that goes on in its place."""
 
     def edit(self, call: AttentionCall) -> AttentionCall: ...
+
+
+@runtime_checkable
+class Writer(Protocol):
+    """Changes new keys and values: ``write(new)`` returns what goes into the cache, if there is one, and to attention.
+
+    It is asked once for every layer of a forward. Where a layer writes into a cache, that is before `edit` of any part.
+    """
+
+    def write(self, new: NewKeys) -> NewKeys: ...

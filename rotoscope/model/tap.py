@@ -23,9 +23,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rotoscope.errors import BadInput, Refused
 from rotoscope.model import adapters
-from rotoscope.model.call import AttentionCall, Editor, Observer, Output
+from rotoscope.model.call import AttentionCall, Editor, Observer, Output, Writer
+from rotoscope.model.forwards import CACHES, ancestors
 from rotoscope.model.layers import decoder_layers
 from rotoscope.model.rotary import AngleTable, Rotation, find_table
+from rotoscope.model.writes import Widths, Writes
 
 if TYPE_CHECKING:
     from rotoscope.model.lm import LM
@@ -44,8 +46,8 @@ def tap(lm: LM, *parts: *Parts) -> Iterator[tuple[*Parts]]:
     ----------
     lm : LM
         A wrapped model.
-    *parts : Observer or Editor
-        Objects with ``observe(call)`` or ``edit(call)``.
+    *parts : Observer, Editor or Writer
+        Objects with ``observe(call)``, ``edit(call)`` or ``write(new)``.
 
     Yields
     ------
@@ -53,21 +55,25 @@ def tap(lm: LM, *parts: *Parts) -> Iterator[tuple[*Parts]]:
         The parts, so that ``with tap(lm, Moments()) as (moments,)`` reads well.
     """
     rotations = {layer.layer: layer.rotation for layer in lm.anatomy.layers}
-    with tap_model(lm.model, parts, rotations):
+    widths = {a.layer: (a.kv_heads, a.head_dim, a.v_head_dim) for a in lm.anatomy.attention}
+    with tap_model(lm.model, parts, rotations, widths):
         yield parts
 
 
 @contextmanager
 def tap_model(
-    model: torch.nn.Module, parts: tuple[Any, ...], rotations: Mapping[int, Rotation | None] | None = None
+    model: torch.nn.Module,
+    parts: tuple[Any, ...],
+    rotations: Mapping[int, Rotation | None] | None = None,
+    widths: Mapping[int, Widths] | None = None,
 ) -> Iterator[None]:
     """The tap on a bare model, for the probe that measures its anatomy."""
     for part in parts:
-        if isinstance(part, type) or not isinstance(part, Observer | Editor):
-            raise BadInput(f"{type(part).__name__} is neither an observer (observe) nor an editor (edit)")
+        if isinstance(part, type) or not isinstance(part, Observer | Editor | Writer):
+            raise BadInput(f"{type(part).__name__} is neither an observer (observe) nor an editor (edit, write)")
     wiring = _WIRINGS.get(id(model)) or _Wiring(model)
     session = [*parts]
-    wiring.open(session, rotations or {})
+    wiring.open(session, rotations or {}, widths or {})
     try:
         yield
     finally:
@@ -100,7 +106,6 @@ class _Name(str):
     __hash__ = str.__hash__
 
 
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 _WIRINGS: dict[int, _Wiring] = {}
 _BY_MODULE: dict[int, tuple[_Wiring, int]] = {}
 _PARAMETERS: dict[type, tuple[str, ...]] = {}
@@ -113,6 +118,7 @@ class _Wiring:
         self.model = model
         self.sessions: list[list[Any]] = []
         self.rotations: dict[int, Rotation | None] = {}
+        self.widths: dict[int, Widths] = {}
         self.padding: torch.Tensor | None = None
         self.tables: dict[int, AngleTable | None] = {}
         self.saved: list[tuple[Any, str | None]] = []
@@ -120,11 +126,14 @@ class _Wiring:
         self.covers = ExitStack()
         self.calls: dict[int, int] = {}
         self.slots = False
-        self.depth = 0
+        self.open_levels: list[int] = []
+        self.level = -1
+        self.writes = Writes()
 
-    def open(self, session: list[Any], rotations: Mapping[int, Rotation | None]) -> None:
+    def open(self, session: list[Any], rotations: Mapping[int, Rotation | None], widths: Mapping[int, Widths]) -> None:
         self.sessions.append(session)
         self.rotations.update(rotations)
+        self.widths.update(widths)
         if len(self.sessions) > 1:
             return
         try:
@@ -142,14 +151,15 @@ class _Wiring:
             hook.remove()
         for config, previous in self.saved:
             config._attn_implementation_internal = previous
-        self.hooks, self.saved, self.tables, self.padding = [], [], {}, None
+        self.hooks, self.saved = [], []
+        self._forget()
         for module in [m for m, (wiring, _) in _BY_MODULE.items() if wiring is self]:
             del _BY_MODULE[module]
         _WIRINGS.pop(id(self.model), None)
 
     def _connect(self) -> None:
         layers = decoder_layers(self.model)
-        above = _ancestors(self.model, layers)
+        above = ancestors(self.model, layers)
         for attention in adapters.find(self.model, layers):
             self.covers.enter_context(adapters.attend_with(attention, partial(self.attend, attention.layer)))
         _WIRINGS[id(self.model)] = self
@@ -163,10 +173,10 @@ class _Wiring:
             previous = config._attn_implementation_internal
             self.saved.append((config, previous))
             config._attn_implementation_internal = _register(str(previous or "eager"))
-        for module in above:
-            enter = partial(self._enter, module is above[0])
+        for level, module in enumerate(above):
+            enter, leave = partial(self._enter, level), partial(self._leave, level)
             self.hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
-            self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
+            self.hooks.append(module.register_forward_hook(leave, always_call=True))
         for index, module in inside:
             if module is layers[index] or hasattr(module, "layer_idx") or "position_embeddings" in _arguments(module):
                 hook = partial(self._remember_table, index)
@@ -174,30 +184,35 @@ class _Wiring:
             if any(True for _ in module.buffers()) and not any(True for _ in module.parameters()):
                 self.hooks.append(module.register_forward_hook(partial(self._remember_made, index)))
 
-    def _enter(self, top: bool, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if top or not self.depth:  # a forward may have been broken off
-            self.depth = 0
+    def _enter(self, level: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if level <= self.level or not self.open_levels:
+            # A forward begins; the one before may have been broken off, or led through the layers more than once.
             self._forget()
-        self.depth += 1
+        self.open_levels = [outer for outer in self.open_levels if outer < level] + [level]
+        self.level = level
         given = dict(zip(_arguments(module), args, strict=False)) | kwargs
         mask = given.get("attention_mask")
         # Inner models may receive a mask already expanded; the two-dimensional one says which tokens are padding.
         if isinstance(mask, torch.Tensor) and (self.padding is None or mask.ndim == 2):
             self.padding = mask
 
-    def _leave(self, *_: Any) -> None:
-        self.depth = max(0, self.depth - 1)
-        if not self.depth:
+    def _leave(self, level: int, *_: Any) -> None:
+        self.open_levels = [outer for outer in self.open_levels if outer < level]
+        if not self.open_levels:
             self._forget()
 
     def _forget(self) -> None:
-        self.padding, self.slots = None, False
+        self.padding, self.slots, self.level = None, False, -1
         self.tables.clear()
         self.calls.clear()
+        self.writes.close()
 
     def _remember_table(self, layer: int, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Any) -> None:
         given = dict(zip(_arguments(module), args, strict=False)) | kwargs
-        self.slots = self.slots or any(getattr(given.get(name), "is_compileable", False) for name in _CACHES)
+        for held in (given[name] for name in CACHES if given.get(name) is not None):
+            self.slots = self.slots or getattr(held, "is_compileable", False)
+            if writers := [part for part in self._parts() if isinstance(part, Writer)]:
+                self.writes.cover(held, layer, self.widths.get(layer), writers, self.padding)
         if (table := find_table(given)) is not None:
             # Layers share a table: what one of them computed from it serves the others.
             known = next((t for t in self.tables.values() if t is not None and t.one is table.one), table)
@@ -208,11 +223,14 @@ class _Wiring:
         if layer not in self.tables and (table := find_table({"position_embeddings": output})) is not None:
             self.tables[layer] = table
 
+    def _parts(self) -> list[Any]:
+        return [part for session in self.sessions for part in session]
+
     def attend(self, layer: int, base: Callable[..., Output], module: torch.nn.Module, *args: Any, **kw: Any) -> Output:
-        parts = [part for session in self.sessions for part in session]
-        if not self.depth:
+        parts = self._parts()
+        if not self.open_levels:
             # Gradient checkpointing computes layers again during the backward pass: what was seen is not seen twice.
-            if any(isinstance(part, Editor) for part in parts):
+            if any(isinstance(part, Editor | Writer) for part in parts):
                 raise Refused("an edit cannot follow gradient checkpointing into the backward pass: turn it off")
             return base(module, *args, **kw)
         names = ("query", "key", "value", "attention_mask")
@@ -237,7 +255,10 @@ class _Wiring:
             index=self.calls.get(layer, 0), slots=self.slots,
         )  # fmt: skip
         self.calls[layer] = call.index + 1
+        call = self.writes.begin(call, parts)
         for part in parts:
+            if isinstance(part, Writer):
+                call = self.writes.through(call, part)
             if isinstance(part, Editor):
                 call = part.edit(call)
                 if not isinstance(call, AttentionCall):
@@ -245,12 +266,6 @@ class _Wiring:
             if isinstance(part, Observer):
                 part.observe(call)
         return call.run(call)
-
-
-def _ancestors(model: torch.nn.Module, layers: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules on the way from the model down to its decoder layers, top first."""
-    path = next(name for name, module in model.named_modules() if module is layers).split(".")
-    return [model.get_submodule(".".join(path[:depth])) for depth in range(len(path))]
 
 
 def _register(base: str) -> _Name:

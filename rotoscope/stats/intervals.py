@@ -163,6 +163,36 @@ def paired_bootstrap(
     return _bootstrap(complete, groups, statistic, n, seed, level)
 
 
+def means_bootstrap(
+    *groups: tuple[ArrayLike, ...], statistic: Statistic, n: int = 2000, seed: int, level: float = 0.95
+) -> Interval:
+    """Percentile interval of a function of means, by resampling items; each group's items by themselves.
+
+    Parameters
+    ----------
+    groups
+        Columns of equal length that were measured on the same items: clean and changed correctness, say.
+    statistic
+        Called as `statistic(*means)` with the means of all columns in order, each an array over resamples.
+
+    Raises
+    ------
+    ValueError
+        If a group has no row free of NaN.
+    """
+    rng = np.random.default_rng(seed)
+    means: list[NDArray[np.float64]] = []
+    for group in groups:
+        columns = _complete(group)
+        if len(columns[0]) == 1:
+            return UNDEFINED
+        rows = rng.integers(0, len(columns[0]), (n, len(columns[0])))
+        means += [column[rows].mean(1) for column in columns]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        low, high = np.nanquantile(statistic(*means), [0.5 - level / 2, 0.5 + level / 2])
+    return Interval(float(low), float(high))
+
+
 def wilson(successes: int, n: int, *, level: float = 0.95) -> Interval:
     """Wilson's interval of one proportion.
 

@@ -1,4 +1,6 @@
-"""Where massive values sit in Q, K and V. Claims M1, M2 and M3 (Jin et al. 2025, arXiv 2502.01563).
+"""Where massive values sit in Q, K and V, and what breaks without them (Jin et al. 2025, arXiv 2502.01563).
+
+Claims M1, M2 and M3 are judged here, M4 in :mod:`rotoscope.studies.selectivity`.
 
 ``M[h, d]`` is the root mean square over tokens of post-RoPE values at head ``h``, dim ``d``; ``R[h, d]`` its ratio to
 the head's mean over dims; a dim is massive iff ``R > λ``, with λ = 5.
@@ -21,7 +23,7 @@ from rotoscope.model.lm import LM
 from rotoscope.results import Claim, Result, not_tested
 from rotoscope.stats import intervals
 from rotoscope.stats.intervals import Interval
-from rotoscope.studies import observe, texts
+from rotoscope.studies import disruption, observe, selectivity, texts
 from rotoscope.studies.conduct import conduct
 from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled, scaled_from_one
 from rotoscope.studies.observe import TRAINED, Tables
@@ -54,7 +56,7 @@ def run(
 
 def cells(lm: LM, options: Options) -> list[Cell]:
     """What the study needs run."""
-    return observe.cells(lm, options, texts.texts(lm, options))
+    return [*observe.cells(lm, options, texts.texts(lm, options)), *disruption.cells(lm, options)]
 
 
 def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
@@ -81,10 +83,11 @@ def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
         _m2(massive, magnitudes, overlap, wavelength, lm.trained_length, options, len(some)),
         _m3(heads, options, n),
     ]
+    broken, m4, losses = selectivity.finish(lm, options, done)
     shares = heads.assign(has=heads["count"] > 0).groupby("tensor").has.mean()
     headline = {f"share of {t} heads with massive dims": float(shares[t]) for t in "QKV"}
     headline |= {f"mean max ratio {t}": float(heads[heads.tensor == t].max_ratio.mean()) for t in "QKV"}
-    return Result(tables, claims, headline, {"lambda": LAMBDA})
+    return Result(tables | broken, [*claims, m4], headline | losses, {"lambda": LAMBDA})
 
 
 def pooled(dims: Sequence[pd.DataFrame]) -> pd.DataFrame:

@@ -41,12 +41,18 @@ class Options:
     seed : int
         Every random choice derives from it.
     texts, tokens, limit : int, optional
-        Override the size's number of texts and tokens; ``limit`` is an upper bound on the number of texts.
+        Override the size's number of texts and tokens; ``limit`` is an upper bound on the number of texts, and on the
+        number of items of a task.
     text : str, optional
         Text to use in place of the default prose.
     max_memory : int, optional
         Bytes that capture may take beside the model itself: layers are observed a few at a time to keep within it,
         which changes no number.
+    tasks : tuple of str
+        Tasks in place of the size's own, as :func:`rotoscope.tasks.find` reads them.
+    disrupt : tuple of str
+        Arms of the disruption grid in place of those shown beside the judged ones, as ``top-2:positions=all``;
+        ``("none",)`` leaves the grid out.
     """
 
     size: str = "standard"
@@ -56,6 +62,8 @@ class Options:
     limit: int | None = None
     text: str | None = None
     max_memory: int | None = None
+    tasks: tuple[str, ...] = ()
+    disrupt: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.size not in SIZES:
@@ -81,4 +89,5 @@ class Options:
 
     def facts(self) -> dict[str, Any]:
         """What a fingerprint records."""
-        return {"size": self.size, "seed": self.seed, "texts": self.n_texts, "tokens": self.n_tokens}
+        names = ("size", "seed", "limit", "tasks", "disrupt")
+        return {"texts": self.n_texts, "tokens": self.n_tokens, **{name: getattr(self, name) for name in names}}

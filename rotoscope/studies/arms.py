@@ -1,0 +1,141 @@
+"""The arms of the disruption grid, and how much of it each size runs (Jin et al. 2025, with controls of our own)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rotoscope.interventions import Disrupt
+from rotoscope.interventions.spec import arguments
+from rotoscope.studies.options import Options
+
+CLEAN, MASSIVE, CONTROL, EVERYWHERE = "clean", "top-1", "change-matched", "top-1 all"
+NONE = "none"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One way of disrupting, under a short label; ``how`` holds the arguments of `Disrupt`, None for clean."""
+
+    label: str
+    how: Mapping[str, Any] | None
+    judged: bool = False
+    group: str = "grid"
+
+    @property
+    def disrupt(self) -> Disrupt | None:
+        return None if self.how is None else Disrupt(**self.how)
+
+
+JUDGED = (
+    Arm(CLEAN, None, True),
+    Arm(MASSIVE, {}, True),
+    Arm(CONTROL, {"selection": "change-matched"}, True),
+    Arm(EVERYWHERE, {"positions": "all"}, True),
+)
+SHOWN = (
+    Arm("top-1 only-0", {"positions": "only-0"}),
+    Arm("top-2", {"selection": "top-2"}),
+    Arm("top-2 all", {"selection": "top-2", "positions": "all"}),
+    Arm("pooled top-1 all", {"replacement": "pooled", "positions": "all"}),
+    Arm("pooled top-2 all", {"selection": "top-2", "replacement": "pooled", "positions": "all"}),
+    Arm("energy-matched", {"selection": "energy-matched"}),
+    Arm("second", {"selection": "second"}),
+    Arm("smallest", {"selection": "smallest"}),
+    Arm("V top-1", {"targets": "V"}),
+)
+FEW_SHOWN = tuple(arm for arm in SHOWN if arm.label in ("top-2", "V top-1"))
+DOSES = (*(("top", n) for n in (1, 2, 4, 8)), *(("lambda", n) for n in range(3, 9)))
+
+JUDGED_FILLER = 144
+PAIRS = (
+    (f"capitals:filler={JUDGED_FILLER}", f"capitals_in_context:filler={JUDGED_FILLER}"),
+    (f"capitals:filler={JUDGED_FILLER}:facts=2", f"capitals_in_context:filler={JUDGED_FILLER}"),
+    ("cities", "cities_in_context"),
+)
+"""Tasks that differ only in where the fact is: parametric, contextual. The first pair that can be judged is; with two
+facts of no use amid its filler, a parametric prompt has the other's form and length to the token, on average."""
+
+
+def _both(filler: int, n: int) -> dict[str, int]:
+    variant = f":filler={filler}" if filler else ""
+    return {f"capitals{variant}": n, f"capitals_in_context{variant}": n}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What a size runs: items of every task under the judged arms, and under the arms that are shown beside them."""
+
+    judged: Mapping[str, int]
+    shown: Mapping[str, int]
+    arms: tuple[Arm, ...]
+    attention_tokens: int = 512
+    outputs: int = 3
+    curves: Mapping[str, int] = field(default_factory=dict)
+    additivity_texts: int = 0
+
+    def items(self, arm: Arm) -> Mapping[str, int]:
+        """Items of each task that an arm is scored on."""
+        return self.judged if arm.judged else self.shown
+
+
+_SHORT = {"counterfactual_capitals": 60, "cities": 60, "cities_in_context": 60, "passkey": 60}
+_ALL = {**_both(0, 60), **_both(48, 60), **_both(JUDGED_FILLER, 60), **_SHORT, "passkey:tokens=512": 20}
+GRIDS = {
+    "quick": Grid(
+        judged={**_both(0, 40), **_both(JUDGED_FILLER, 60), "passkey": 20},
+        shown={**_both(0, 40), "passkey": 20},
+        arms=FEW_SHOWN,
+        attention_tokens=256,
+        outputs=2,
+    ),
+    "standard": Grid(
+        judged={**_both(0, 60), **_both(48, 60), **_both(JUDGED_FILLER, 100), **_SHORT},
+        shown={**_both(0, 60), "passkey": 20},
+        arms=SHOWN,
+    ),
+    "full": Grid(
+        judged={
+            **_ALL,
+            **_both(JUDGED_FILLER, 100),
+            f"capitals:filler={JUDGED_FILLER}:facts=2": 100,
+            **_both(512, 60),
+            "passkey:tokens=1024": 20,
+            "key_value": 60,
+        },
+        shown=_ALL,
+        arms=(*SHOWN, Arm("Q top-1", {"targets": "Q"}), Arm("K top-1", {"targets": "K"})),
+        curves=_both(48, 60),
+        additivity_texts=4,
+    ),
+}
+
+
+def grid(options: Options) -> Grid | None:
+    """What is run: the size's grid, with the user's own tasks and arms in place of its own; None if nothing is."""
+    if options.disrupt == (NONE,):
+        return None
+    of_size = GRIDS[options.size]
+    arms = of_size.arms if not options.disrupt else tuple(_own(text) for text in options.disrupt)
+    judged, shown = of_size.judged, of_size.shown
+    if options.tasks:
+        n = max(60, *(judged.get(spec, 0) for spec in options.tasks))
+        judged = shown = dict.fromkeys(options.tasks, n)
+    elif options.disrupt:
+        shown = judged
+    limit = options.limit or 10**9
+    bounded = ({spec: min(n, limit) for spec, n in items.items()} for items in (judged, shown, of_size.curves))
+    judged, shown, curves = bounded
+    return Grid(
+        judged, shown, arms, of_size.attention_tokens, min(of_size.outputs, limit), curves, of_size.additivity_texts
+    )
+
+
+def _own(text: str) -> Arm:
+    """An arm as users type it: ``top-2:positions=all``; a first word without ``=`` is the selection."""
+    first, _, rest = text.partition(":")
+    spec = text if "=" in first else f"selection={first}:{rest}"
+    how = arguments(Disrupt, spec)
+    Disrupt(**how)
+    return Arm(text, how, group="own")
