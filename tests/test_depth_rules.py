@@ -270,10 +270,12 @@ L3 = 30
 KS = depths(L3, 10)  # 0 3 6 10 13 16 19 23 26 29
 
 
-def swaps(shares: Mapping[int, Mapping[str, float]], n: int = 60, name: str = "capitals") -> pd.DataFrame:
+def swaps(
+    shares: Mapping[int, Mapping[str, float]], n: int = 60, name: str = "capitals", ks: Sequence[int] = KS
+) -> pd.DataFrame:
     """From which depth on what share of ``n`` pairs says what; the rest says something else."""
     rows = []
-    for k in KS:
+    for k in ks:
         now = shares[max(start for start in shares if start <= k)]
         said = [word for word, share in now.items() for _ in range(round(share * n))]
         said += ["other"] * (n - len(said))
@@ -314,6 +316,14 @@ def test_d3(shares: Mapping[int, Mapping[str, float]], verdict: str, half: str, 
     assert reason in claim.reason
 
 
+def test_two_thirds_of_the_layers_are_among_the_upper_ones() -> None:
+    ks = (0, 5, 10, 15, 20, 25)
+    assert d3(swaps({0: OBEYED, 20: IGNORED}, ks=ks)).verdict == "holds"
+    late = d3(swaps({0: OBEYED, 25: IGNORED}, ks=ks))
+    assert late.verdict == "partly"
+    assert "donor at 20 1 [" in late.reason
+
+
 def test_the_crossover_is_where_two_lines_meet() -> None:
     """Donor .75 to .25 ahead at 10, original .90 to .10 at 13: from +.50 to −.80 in 3 layers."""
     shares = {0: OBEYED, 10: {"original": 0.25, "donor": 0.75}, 13: {"original": 0.9, "donor": 0.1}, 16: IGNORED}
@@ -329,9 +339,9 @@ def test_the_crossover_is_where_two_lines_meet() -> None:
     drawn = []
     for _ in range(4000):
         rows = rng.integers(0, 60, 60)
-        a, b = lead10[rows].mean(), lead13[::-1][rows].mean()
+        a, b = lead10[rows].mean(), lead13[rows].mean()
         drawn.append((10 + 3 * a / (a - b)) / L3)
-    assert claim.interval == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.01)
+    assert claim.interval == pytest.approx(np.quantile(drawn, [0.025, 0.975]), abs=0.003)
 
 
 def test_a_crossover_is_for_good() -> None:

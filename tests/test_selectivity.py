@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from rotoscope.studies.items import asked, slug
 from rotoscope.studies.options import Options
 from rotoscope.tasks import find
 
-PARAMETRIC, CONTEXTUAL = "capitals:filler=144", "capitals_in_context:filler=144"
+PARAMETRIC, CONTEXTUAL = "capitals:filler=144:facts=2", "capitals_in_context:filler=144"
 
 
 def rows(
@@ -157,7 +158,7 @@ def test_other_lengths_and_tasks_are_never_averaged_in() -> None:
     alone = m4(rows(PARAMETRIC), rows(CONTEXTUAL, **HURT))
     others = [
         rows(spec, massive=60 if "context" not in spec else 0)
-        for spec in ("capitals", "capitals:filler=48", "capitals:filler=144:facts=2", "capitals_in_context", "passkey")
+        for spec in ("capitals", "capitals:filler=48", "capitals:filler=144", "capitals_in_context", "passkey")
     ]
     among = m4(*others, rows(PARAMETRIC), rows(CONTEXTUAL, **HURT))
     assert (among.value, among.interval, among.verdict) == (alone.value, alone.interval, alone.verdict)
@@ -166,11 +167,11 @@ def test_other_lengths_and_tasks_are_never_averaged_in() -> None:
 @pytest.mark.parametrize(
     ("parametric", "contextual", "size", "reason"),
     [
-        ({"right": 0}, HURT, "standard", "capitals:filler=144: clean accuracy 0.00 is not above chance (0.00)"),
+        ({"right": 0}, HURT, "standard", "capitals:filler=144:facts=2: clean accuracy 0.00 is not above chance (0.00)"),
         ({}, HURT | {"chance": 0.55}, "full", "context:filler=144: clean accuracy 0.60 is not above chance (0.55)"),
-        ({"n": 99}, HURT, "standard", "capitals:filler=144 has 99 items, fewer than 100"),
+        ({"n": 99}, HURT, "standard", "capitals:filler=144:facts=2 has 99 items, fewer than 100"),
         ({}, HURT | {"n": 99}, "full", "capitals_in_context:filler=144 has 99 items, fewer than 100"),
-        ({"n": 59, "right": 50}, HURT, "quick", "capitals:filler=144 has 59 items, fewer than 60"),
+        ({"n": 59, "right": 50}, HURT, "quick", "capitals:filler=144:facts=2 has 59 items, fewer than 60"),
     ],
 )  # fmt: skip
 def test_not_tested(parametric: dict[str, Any], contextual: dict[str, Any], size: str, reason: str) -> None:
@@ -219,16 +220,16 @@ def test_the_grid_left_out_is_the_reason() -> None:
     assert "left out" in claim.reason
 
 
-EQUAL = "capitals:filler=144:facts=2"
+SHORTER = "capitals:filler=144"
 
 
 def test_other_pairs_stand_beside_the_first_and_are_judged_where_it_cannot_be() -> None:
     cities = rows("cities", right=90, chance=0.5)
     in_context = rows("cities_in_context", right=90, massive=30, everywhere=30, chance=0.5)
     capitals = rows(PARAMETRIC), rows(CONTEXTUAL)
-    among = m4(*capitals, rows(EQUAL, massive=15), cities, in_context)
+    among = m4(*capitals, rows(SHORTER, massive=15), cities, in_context)
     assert (among.value, among.verdict) == (0.0, "fails")
-    assert f"{EQUAL} / {CONTEXTUAL}: {-15 / 60:.2f} [" in among.reason
+    assert f"{SHORTER} / {CONTEXTUAL}: {-15 / 60:.2f} [" in among.reason
     assert f"cities / cities_in_context: {30 / 40:.2f} [" in among.reason
     alone = m4(*capitals, cities, in_context, unasked={CONTEXTUAL: "too long"})
     assert (alone.value, alone.verdict) == (pytest.approx(30 / 40), "holds")
@@ -240,7 +241,7 @@ def test_other_pairs_stand_beside_the_first_and_are_judged_where_it_cannot_be() 
 
 def test_prompts_of_a_pair_differ_in_where_the_fact_is(demo: rs.LM) -> None:
     """The same filler in all of them; with facts of no use the same length too, to half a sentence."""
-    (recalled, read), (amid_facts, _), _ = arms.PAIRS
+    (amid_facts, read), (recalled, _) = arms.PAIRS[0], arms.SHORTER
     prompts = {
         spec: [example.prompt for example in find(spec).examples(demo, 60, 0)] for spec in (recalled, amid_facts, read)
     }
@@ -298,18 +299,19 @@ def test_the_arms_of_the_claim_are_what_its_rule_says() -> None:
 
 def test_tasks_that_do_not_fit_the_model_are_left_out_with_the_reason(tmp_path: Path) -> None:
     lm = rs.load(str(small(tmp_path)))  # one token a character, trained on 128
-    found, refused = asked(lm, {"capitals": 5, PARAMETRIC: 5}, 0)
+    found, refused = asked(lm, {"capitals": 5, SHORTER: 5}, 0)
     assert [(task.spec, task.n) for task in found] == [("capitals", 5)]
     assert found[0].tokens == sum(len(e.prompt) for e in find("capitals").examples(lm, 5, 0))
-    assert list(refused) == [PARAMETRIC]
-    assert "128" in refused[PARAMETRIC]
+    assert list(refused) == [SHORTER]
+    assert "128" in refused[SHORTER]
     with pytest.raises(BadInput):
         asked(lm, {"capitols": 5}, 0)
 
 
 def test_slugs_are_folder_names() -> None:
     assert slug("capitals:filler=144") == "capitals-filler=144"
-    assert slug("jsonl:/a b/c.jsonl", "top-1 all") == "jsonl-a-b-c.jsonl-top-1-all"
+    assert re.fullmatch(r"jsonl-a-b-c\.jsonl-\w{8}-top-1-all", slug("jsonl:/a b/c.jsonl", "top-1 all"))
+    assert slug("jsonl:a/b.jsonl") != slug("jsonl:a-b.jsonl")
     assert slug("top-1:layers=3,7") != slug("top-1:layers=3-7")
 
 

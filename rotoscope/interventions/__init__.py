@@ -45,6 +45,8 @@ def _one(text: str) -> Intervention:
             known = ", ".join([*INTERVENTIONS, *(entry.name for entry in entry_points(group=GROUP))])
             raise BadInput(f"there is no intervention {name!r}; there are {known}")
         kind = found[0].load()
+        if not (isinstance(kind, type) and issubclass(kind, Intervention)):
+            raise BadInput(f"{found[0].value}, installed as the intervention {name!r}, is not an Intervention")
     built: Intervention = kind(**arguments(kind, rest))
     return built
 

@@ -144,6 +144,8 @@ class Together(Intervention):
                 runs.append(stack.enter_context(part.on(lm, prompt)))
             yield run
             run.fired = sum(r.fired for r in runs)
+            for own in runs:
+                run.measure(**own.measured)
 
     def attach(self, lm: LM, run: Run, stack: ExitStack) -> None:
         for part in self.parts:

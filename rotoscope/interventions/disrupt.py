@@ -168,8 +168,9 @@ class Queries(_Part):
     def edit(self, call: AttentionCall) -> AttentionCall:
         if call.layer not in self._layers:
             return call
-        forward = self._run.forward  # a layer with a window hands over fewer keys than there are tokens
-        past = call.k.shape[2] - call.q.shape[2] if forward is None else forward.past
+        forward, past = self._run.forward, call.k.shape[2] - call.q.shape[2]
+        if forward is not None and forward.past:
+            past = forward.past  # a layer with a window hands over fewer keys than there are tokens
         return replace(call, q=self._change(call.q, (call.layer, call.index, "Q"), call.tokens, past, past))
 
 

@@ -85,13 +85,17 @@ class Curve:
         rows = self._rows(n, seed)
         return self.clean[rows].mean(1), self.changed[rows].mean(1)
 
-    def safe_draws(self, epsilon: float, n: int, seed: int) -> Array:
-        """Safe depth, by accuracy alone, on items drawn again, ``[n]``."""
+    def safe_draws(self, epsilon: float, n: int, seed: int, nats: float | None = None) -> Array:
+        """Safe depth on items drawn again, ``[n]``; arguments as for `safe`."""
         rows = self._rows(n, seed)
         lost = (self.clean[:, None] > self.changed).astype(float)
         won = (self.clean[:, None] < self.changed).astype(float)
-        high = _upper(lost[rows].sum(1), won[rows].sum(1), self.n)
-        return _first_safe(high < epsilon, self.ks, self.layers)
+        good = _upper(lost[rows].sum(1), won[rows].sum(1), self.n) < epsilon
+        if nats is not None:
+            drawn = (self.logprob[:, None] - self.changed_logprob)[rows]
+            error = drawn.std(1, ddof=1) / np.sqrt(self.n)
+            good &= drawn.mean(1) + stats.t.ppf(0.975, self.n - 1) * error < nats
+        return _first_safe(good, self.ks, self.layers)
 
     def highest_retention(self, deepest: float) -> float:
         """The largest chance-corrected retention over the depths up to ``deepest``."""

@@ -204,7 +204,8 @@ def wilson(successes: int, n: int, *, level: float = 0.95) -> Interval:
     if not 0 <= successes <= n or n == 0:
         raise ValueError(f"{successes} of {n} is no proportion")
     low, high = proportion_confint(successes, n, alpha=1 - level, method="wilson")
-    return Interval(float(low), float(high))
+    # Rounding leaves 3e-18 where the end is 0, and then none right would be above a chance of 0.
+    return Interval(float(low) if successes else 0.0, float(high) if successes < n else 1.0)
 
 
 def agresti_min(first: ArrayLike, second: ArrayLike, *, level: float = 0.95) -> Interval:

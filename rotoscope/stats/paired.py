@@ -58,7 +58,7 @@ def mcnemar(clean: ArrayLike, changed: ArrayLike) -> float:
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """P values corrected over several tests by Holm's method; NaN stays, and does not count."""
-    p = np.asarray(p_values, dtype=float)
+    p = np.array(p_values, dtype=float)
     there = ~np.isnan(p)
     if there.any():
         p[there] = multipletests(p[there], method="holm")[1]

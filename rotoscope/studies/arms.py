@@ -49,13 +49,13 @@ FEW_SHOWN = tuple(arm for arm in SHOWN if arm.label in ("top-2", "V top-1"))
 DOSES = (*(("top", n) for n in (1, 2, 4, 8)), *(("lambda", n) for n in range(3, 9)))
 
 JUDGED_FILLER = 144
-PAIRS = (
-    (f"capitals:filler={JUDGED_FILLER}", f"capitals_in_context:filler={JUDGED_FILLER}"),
-    (f"capitals:filler={JUDGED_FILLER}:facts=2", f"capitals_in_context:filler={JUDGED_FILLER}"),
-    ("cities", "cities_in_context"),
-)
-"""Tasks that differ only in where the fact is: parametric, contextual. The first pair that can be judged is; with two
-facts of no use amid its filler, a parametric prompt has the other's form and length to the token, on average."""
+_IN_CONTEXT = f"capitals_in_context:filler={JUDGED_FILLER}"
+_EQUAL = f"capitals:filler={JUDGED_FILLER}:facts=2"
+PAIRS = ((_EQUAL, _IN_CONTEXT), ("cities", "cities_in_context"))
+"""Tasks that differ only in where the fact is: parametric, contextual. The first pair that can be judged is. With two
+facts of no use amid its filler, the parametric prompt has the form and about the length of the other."""
+SHORTER = (f"capitals:filler={JUDGED_FILLER}", _IN_CONTEXT)
+"""The same without those two facts: shown beside the verdict."""
 
 
 def _both(filler: int, n: int) -> dict[str, int]:
@@ -84,22 +84,22 @@ _SHORT = {"counterfactual_capitals": 60, "cities": 60, "cities_in_context": 60, 
 _ALL = {**_both(0, 60), **_both(48, 60), **_both(JUDGED_FILLER, 60), **_SHORT, "passkey:tokens=512": 20}
 GRIDS = {
     "quick": Grid(
-        judged={**_both(0, 40), **_both(JUDGED_FILLER, 60), "passkey": 20},
+        judged={**_both(0, 40), _EQUAL: 60, _IN_CONTEXT: 60, "passkey": 20},
         shown={**_both(0, 40), "passkey": 20},
         arms=FEW_SHOWN,
         attention_tokens=256,
         outputs=2,
     ),
     "standard": Grid(
-        judged={**_both(0, 60), **_both(48, 60), **_both(JUDGED_FILLER, 100), **_SHORT},
+        judged={**_both(0, 60), **_both(48, 60), **_both(JUDGED_FILLER, 60), _EQUAL: 100, _IN_CONTEXT: 100, **_SHORT},
         shown={**_both(0, 60), "passkey": 20},
         arms=SHOWN,
     ),
     "full": Grid(
         judged={
             **_ALL,
-            **_both(JUDGED_FILLER, 100),
-            f"capitals:filler={JUDGED_FILLER}:facts=2": 100,
+            _EQUAL: 100,
+            _IN_CONTEXT: 100,
             **_both(512, 60),
             "passkey:tokens=1024": 20,
             "key_value": 60,
@@ -117,7 +117,12 @@ def grid(options: Options) -> Grid | None:
     if options.disrupt == (NONE,):
         return None
     of_size = GRIDS[options.size]
-    arms = of_size.arms if not options.disrupt else tuple(_own(text) for text in options.disrupt)
+    arms = of_size.arms
+    if options.disrupt:
+        judged_already = [arm.disrupt for arm in JUDGED]
+        arms = tuple(
+            arm for text in dict.fromkeys(options.disrupt) if (arm := _own(text)).disrupt not in judged_already
+        )
     judged, shown = of_size.judged, of_size.shown
     if options.tasks:
         n = max(60, *(judged.get(spec, 0) for spec in options.tasks))

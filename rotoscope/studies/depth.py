@@ -34,7 +34,7 @@ RULES = {
     "100; quick: 64 and log-likelihood loss < .1 nats besides). Value: median over tasks of max(s noise, s freeze): ≤ "
     ".70 holds; ≤ .85, or freeze alone ≤ .70, partly; else fails. Half and double: of the loss allowed.",
     "D2": "Largest retention over tested k ≤ L/4, median over tasks (n ≥ 60): upper bound ≤ .15 for noise and freeze "
-    "holds, for one of them partly; lower bound > .50 for both fails.",
+    "holds; lower bound > .50 for both fails; else partly.",
     "D4": "s of D1 for skipping attention, median over tasks: ≤ .70 holds, ≤ .90 partly, else fails. Half and double: "
     "of the loss allowed.",
 }
@@ -76,7 +76,7 @@ def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
         _d4(judged, reason, options.seed),
     ]
     headline = {
-        f"safe depth of {row.task} under {row.manipulation}": float(row.share)
+        f"safe depth of {':'.join(filter(None, (row.task, row.variant)))} under {row.manipulation}": float(row.share)
         for row in tables["safe_depth"].itertuples()
         if not np.isnan(row.share)
     }
@@ -90,7 +90,7 @@ def _why_not(lm: LM, options: Options, done: Mapping[str, Tables]) -> str:
     if lm.tokenizer is None:
         return "there is no tokenizer, and without one no task"
     for name, tables in done.items():
-        if name.startswith((depth_cells.TASK, depth_cells.SWAP)) and REFUSED in tables:
+        if name.startswith(depth_cells.TASK) and REFUSED in tables:
             return str(tables[REFUSED].reason[0])
     wanted = plan(options).tasks
     unasked = asked(lm, depth_cells.sweepable(wanted), options.seed)[1]
@@ -118,6 +118,11 @@ def _share(curve: Curve, factor: float) -> float:
     return 1.0 if np.isnan(k) else k / curve.layers
 
 
+def _drawn(curve: Curve, seed: int) -> Any:
+    """The same on items drawn again."""
+    return curve.safe_draws(EPSILON, DRAWS, seed, depth_tables.nats(curve)) / curve.layers
+
+
 def _median(of_task: Callable[[Mapping[str, Curve]], Any], judged: Curves) -> Any:
     return np.median([of_task(by_name) for by_name in judged.values()], axis=0)
 
@@ -130,8 +135,7 @@ def _d1(judged: Curves, reason: str, seed: int) -> Claim:
         return max(_share(by_name[name], factor) for name in names)
 
     def draws(by_name: Mapping[str, Curve]) -> Any:
-        drawn = [by_name[x].safe_draws(EPSILON, DRAWS, seed) / by_name[x].layers for x in ("noise", "freeze")]
-        return np.max(drawn, axis=0)
+        return np.max([_drawn(by_name[name], seed) for name in ("noise", "freeze")], axis=0)
 
     def decide(factor: float) -> Ruling:
         both = float(_median(lambda c: worst(c, factor), judged))
@@ -160,11 +164,11 @@ def _d2(judged: Curves, reason: str, seed: int) -> Claim:
 
     def decide(factor: float) -> Ruling:
         low = [Condition(f"retention under {x}", *values[x], "<=", scaled(0.15, factor)) for x in values]
-        high = [Condition(f"retention under {x}", *values[x], ">", scaled(0.50, factor)) for x in values]
+        high = [Condition(f"retention under {x}", *values[x], ">", 0.50) for x in values]
         why = _with(reasons(*low), reason)
         if all(c.met for c in low):
             return "holds", why
-        return ("fails" if all(c.met for c in high) else "partly" if any(c.met for c in low) else "fails"), why
+        return ("fails" if all(c.met for c in high) else "partly"), why
 
     name = max(values, key=lambda x: values[x][0])
     return claim(
@@ -182,7 +186,7 @@ def _d4(judged: Curves, reason: str, seed: int) -> Claim:
         why = _with(f"safe from {share:.2f} L", reason)
         return ("holds" if share <= 0.70 else "partly" if share <= 0.90 else "fails"), why
 
-    drawn = _median(lambda c: c["skip"].safe_draws(EPSILON, DRAWS, seed) / c["skip"].layers, judged)
+    drawn = _median(lambda c: _drawn(c["skip"], seed), judged)
     return claim(
         "D4", RULES["D4"], decide, value=float(_median(lambda c: _share(c["skip"], 1.0), judged)),
         interval=percentiles(drawn), null=1.0, null_name="no layer is safe", n=_counts(judged),

@@ -36,7 +36,8 @@ def d3(by_set: Mapping[str, pd.DataFrame], counts: pd.DataFrame, layers: int, op
     pairs = int(counts.pairs.sum()) if len(counts) else 0
     if pairs < fewest:
         told = ", ".join(f"{c.right} of {c.prompts} {c.set} prompts right" for c in counts.itertuples())
-        return not_tested("D3", why_not or f"{pairs} pairs, fewer than {fewest}: {told}", RULE)
+        few = f"{pairs} pairs, fewer than {fewest}"
+        return not_tested("D3", f"{few}: {told}" if told else why_not or few, RULE)
     every = pd.concat([items.assign(pair=items["set"] + items.pair.astype(str)) for items in by_set.values()])
     original, donor = (
         every.assign(x=every.said == whose).pivot_table(index="pair", columns="k", values="x", aggfunc="mean")
@@ -49,7 +50,7 @@ def d3(by_set: Mapping[str, pd.DataFrame], counts: pd.DataFrame, layers: int, op
     if np.isnan(value):
         value, interval = 1.0, (1.0, 1.0)
     else:
-        interval = tuple(np.nanquantile(np.array(drawn) / layers, [0.025, 0.975]))
+        interval = tuple(np.quantile(np.nan_to_num(drawn, nan=layers) / layers, [0.025, 0.975]))
         value /= layers
 
     def decide(factor: float) -> Ruling:

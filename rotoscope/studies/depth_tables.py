@@ -94,10 +94,15 @@ def safe(curve: Curve, factor: float = 1.0) -> tuple[float, str]:
     """Safe depth and, where there is none (NaN), why; ``factor`` scales what may be lost."""
     if not curve.above_chance():
         return np.nan, f"not tested: clean accuracy {curve.clean.mean():.2f} is not above chance ({curve.chance:.2f})"
-    k = curve.safe(EPSILON * factor, NATS * factor if curve.n < ENOUGH else None)
+    k = curve.safe(EPSILON * factor, nats(curve, factor))
     if k == curve.layers:
         return np.nan, f"none of the depths tested, {curve.ks[0]:.0f} to {curve.ks[-1]:.0f}"
     return k, "" if curve.n >= ENOUGH else f"{curve.n} items: log-likelihood loss below {NATS * factor:g} nats besides"
+
+
+def nats(curve: Curve, factor: float = 1.0) -> float | None:
+    """What log-likelihood may be lost besides; None where there are enough items for accuracy alone."""
+    return NATS * factor if curve.n < ENOUGH else None
 
 
 def _at(values: np.ndarray, there: np.ndarray) -> float:

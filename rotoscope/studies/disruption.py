@@ -24,9 +24,10 @@ from rotoscope.studies.memory import split
 from rotoscope.studies.observe import Tables, observe
 from rotoscope.studies.options import Options
 from rotoscope.tasks import evaluate, find
+from rotoscope.tasks.score import begins_with
 
 BATCH_TOKENS = 2048
-OUTPUT_TOKENS = 12
+OUTPUT_TOKENS, OUTPUT_TASKS = 12, 3
 SCORED, LAYER, DOSE = "disrupt/items", "disrupt/layers", "disrupt/dose"
 ATTENTION, ADDITIVITY, OUTPUTS = "disrupt/attention", "disrupt/additivity", "disrupt/outputs"
 
@@ -75,7 +76,7 @@ def _attention(lm: LM, options: Options, of_size: Grid, arms: Sequence[Arm]) -> 
     layers = len(lm.anatomy.attention)
     arguments: dict[str, Any]
     for arm in arms:
-        arguments = {"ids": ids, "how": arm.how}
+        arguments = {"ids": ids, "seed": options.seed, "how": arm.how}
         yield Cell(f"{ATTENTION}/{slug(arm.label)}", attend, arguments, 3.0 * len(ids), layers, optional=True)
     for arm in JUDGED if of_size.additivity_texts else ():
         for i, text in enumerate(some[: of_size.additivity_texts]):
@@ -85,8 +86,8 @@ def _attention(lm: LM, options: Options, of_size: Grid, arms: Sequence[Arm]) -> 
 
 
 def _outputs(judged: Sequence[Asked], options: Options, of_size: Grid) -> Iterator[Cell]:
-    shortest = [task for task in judged if not find(task.spec).variant and not hasattr(find(task.spec), "evaluate")][:3]
-    for task in shortest:
+    some = [task for task in judged if not hasattr(find(task.spec), "evaluate")]
+    for task in sorted(some, key=lambda task: task.tokens / task.n)[:OUTPUT_TASKS]:
         n = min(of_size.outputs, task.n)
         for arm in JUDGED:
             arguments = {"spec": task.spec, "n": n, "seed": options.seed, "how": arm.how}
@@ -96,7 +97,7 @@ def _outputs(judged: Sequence[Asked], options: Options, of_size: Grid) -> Iterat
 
 def score(lm: LM, spec: str, n: int, seed: int, how: Mapping[str, Any] | None, at_once: int) -> Tables:
     """A task's items under an arm; ``measured`` is what the intervention did to queries and keys."""
-    watched = None if how is None else Watched(Disrupt(**how))
+    watched = None if how is None else Watched(Disrupt(**{"seed": seed, **how}))
     rows = evaluate(lm, find(spec), n=n, seed=seed, under=watched, batch_tokens=at_once)
     tables = {"items": rows.drop(columns=["first_ids"], errors="ignore")}
     if watched is not None:
@@ -107,7 +108,7 @@ def score(lm: LM, spec: str, n: int, seed: int, how: Mapping[str, Any] | None, a
 def outputs(lm: LM, spec: str, n: int, seed: int, how: Mapping[str, Any] | None) -> Tables:
     """What the model writes, greedily, on a task's first items."""
     task = find(spec)
-    under = None if how is None else Disrupt(**how)
+    under = None if how is None else Disrupt(**{"seed": seed, **how})
     rows = []
     for example in task.examples(lm, n, seed):
         ids = lm.encode(example.prompt).to(lm.device)[None]
@@ -117,7 +118,7 @@ def outputs(lm: LM, spec: str, n: int, seed: int, how: Mapping[str, Any] | None)
                 top_k=None, max_new_tokens=OUTPUT_TOKENS, pad_token_id=_pad(lm),
             )  # fmt: skip
         answer = lm.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
-        right = any(answer.strip().lower().startswith(gold.lower()) for gold in example.gold)
+        right = any(begins_with(answer, gold) for gold in example.gold)
         rows.append((example.id, example.prompt[-240:], example.gold[0], answer, float(right)))
     return {"outputs": pd.DataFrame(rows, columns=["id", "prompt", "gold", "answer", "correct"])}
 
@@ -128,15 +129,15 @@ def _pad(lm: LM) -> int:
 
 def additivity(lm: LM, ids: Sequence[int], seed: int, how: Mapping[str, Any] | None, at_once: int) -> Tables:
     """How additive the logits of a text are under an arm, by layer: means over heads."""
-    with nullcontext() if how is None else Disrupt(**how).on(lm):
+    with nullcontext() if how is None else Disrupt(**{"seed": seed, **how}).on(lm):
         heads = observe(lm, ids, seed, (), at_once)["heads"]
     kinds = [kind for kind in ("form1", "form1_within", "form2_within") if kind in heads]
     return {"additivity": heads.groupby("layer", as_index=False)[kinds].mean()}
 
 
-def attend(lm: LM, ids: Sequence[int], how: Mapping[str, Any] | None, at_once: int) -> Tables:
+def attend(lm: LM, ids: Sequence[int], seed: int, how: Mapping[str, Any] | None, at_once: int) -> Tables:
     """What an arm does to attention on a text, by layer: its divergence from clean attention, entropy, sink mass."""
-    under = None if how is None else Disrupt(**how)
+    under = None if how is None else Disrupt(**{"seed": seed, **how})
     batch = torch.tensor([list(ids)], device=lm.device)
     rows: list[dict[str, float]] = []
     for part in split(lm.anatomy.attention, at_once):

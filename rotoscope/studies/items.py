@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rotoscope.errors import BadInput
 from rotoscope.model.lm import LM
 from rotoscope.tasks import find
+from rotoscope.tasks.evaluate import prepared
 
 # What generating an answer, or a task that is not ours to look into, is taken to cost.
 _UNKNOWN_TOKENS = 512
@@ -43,26 +45,22 @@ def asked(lm: LM, wanted: Mapping[str, int], seed: int) -> tuple[list[Asked], di
             out.append(Asked(spec, n, n * _UNKNOWN_TOKENS))
             continue
         try:
-            examples = task.examples(lm, n, seed)
-            lengths = [len(lm.encode(example.prompt)) for example in examples]
+            prompts = prepared(lm, task, n=n, seed=seed).prompts
         except BadInput as error:
             refused[spec] = str(error)
             continue
-        longest = max(lengths, default=0) + task.new_tokens
-        if lm.trained_length is not None and longest > lm.trained_length:
-            refused[spec] = f"{spec} takes {longest} tokens, the model was trained on {lm.trained_length}"
-        elif lengths:
-            out.append(Asked(spec, len(examples), sum(lengths)))
-        else:
-            refused[spec] = f"{spec} has no items on this model"
+        out.append(Asked(spec, len(prompts), sum(len(prompt.ids) for prompt in prompts)))
     return out, refused
 
 
 def slug(*parts: str) -> str:
-    """Part of a cell's name from a task's spec or an arm's label."""
-    return "-".join(re.sub(r"[^\w.+=-]+", "-", part).strip("-") for part in parts)
+    """Part of a cell's name from a task's spec or an arm's label; different texts give different names."""
+    return "-".join(_slug(part) for part in parts)
 
 
-def without_repeats(refused: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """Reasons by task, each once."""
-    return {spec: reason for some in refused for spec, reason in some.items()}
+def _slug(text: str) -> str:
+    plain = re.sub(r"[: ]", "-", text)
+    if re.fullmatch(r"\w[\w.+=-]*", plain, re.ASCII):
+        return plain
+    readable = re.sub(r"[^A-Za-z0-9.+=]+", "-", plain).strip("-.")
+    return f"{readable[-80:].lstrip('-.')}-{hashlib.blake2b(text.encode(), digest_size=4).hexdigest()}"

@@ -14,7 +14,7 @@ from rotoscope.results import Claim, not_tested
 from rotoscope.stats import intervals, paired
 from rotoscope.stats.intervals import Interval
 from rotoscope.studies import disruption_tables
-from rotoscope.studies.arms import CLEAN, CONTROL, EVERYWHERE, MASSIVE, PAIRS, grid
+from rotoscope.studies.arms import CLEAN, CONTROL, EVERYWHERE, MASSIVE, PAIRS, SHORTER, grid
 from rotoscope.studies.disruption_tables import same_items
 from rotoscope.studies.items import asked
 from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled
@@ -23,6 +23,7 @@ from rotoscope.studies.options import Options
 
 FEWEST = {"quick": 60}
 FEWEST_OTHERWISE = 100
+FEWEST_BESIDE = 20
 RULE = (
     "Contextual − parametric loss on pairs of tasks that differ only in where the fact is (144 tokens of filler), "
     "top-1 dims of Q and K replaced by their token mean, position 0 exempt, n ≥ 100 (60 quick). Loss = (clean − "
@@ -96,7 +97,9 @@ def m4(items: pd.DataFrame | None, size: str, seed: int, unasked: Mapping[str, s
         said.append(reason)
     if not pairs:
         return not_tested("M4", "; ".join(filter(None, said)), RULE), {}
-    return _judge(pairs[0], [*pairs[1:]], [reason for reason in said if reason], seed)
+    beside, _ = _pair(items, SHORTER, FEWEST_BESIDE, unasked)
+    others = [*pairs[1:], *([] if beside is None else [beside])]
+    return _judge(pairs[0], others, [reason for reason in said if reason], seed)
 
 
 def _judge(pair: Pair, others: list[Pair], said: list[str], seed: int) -> tuple[Claim, dict[str, float]]:
