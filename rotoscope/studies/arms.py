@@ -39,11 +39,15 @@ SHOWN = (
     Arm("top-2", {"selection": "top-2"}),
     Arm("top-2 all", {"selection": "top-2", "positions": "all"}),
     Arm("pooled top-1 all", {"replacement": "pooled", "positions": "all"}),
-    Arm("pooled top-2 all", {"selection": "top-2", "replacement": "pooled", "positions": "all"}),
     Arm("energy-matched", {"selection": "energy-matched"}),
     Arm("second", {"selection": "second"}),
     Arm("smallest", {"selection": "smallest"}),
     Arm("V top-1", {"targets": "V"}),
+)
+ONLY_FULL = (
+    Arm("pooled top-2 all", {"selection": "top-2", "replacement": "pooled", "positions": "all"}),
+    Arm("Q top-1", {"targets": "Q"}),
+    Arm("K top-1", {"targets": "K"}),
 )
 FEW_SHOWN = tuple(arm for arm in SHOWN if arm.label in ("top-2", "V top-1"))
 DOSES = (*(("top", n) for n in (1, 2, 4, 8)), *(("lambda", n) for n in range(3, 9)))
@@ -70,10 +74,16 @@ class Grid:
     judged: Mapping[str, int]
     shown: Mapping[str, int]
     arms: tuple[Arm, ...]
-    attention_tokens: int = 512
+    attention_tokens: int = 256
     outputs: int = 3
     curves: Mapping[str, int] = field(default_factory=dict)
     additivity_texts: int = 0
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """Every task with the most items that an arm is scored on: all arms take theirs from among them."""
+        every = (self.judged, self.shown, self.curves)
+        return {spec: max(of.get(spec, 0) for of in every) for spec in dict.fromkeys(s for of in every for s in of)}
 
     def items(self, arm: Arm) -> Mapping[str, int]:
         """Items of each task that an arm is scored on."""
@@ -87,11 +97,10 @@ GRIDS = {
         judged={**_both(0, 40), _EQUAL: 60, _IN_CONTEXT: 60, "passkey": 20},
         shown={**_both(0, 40), "passkey": 20},
         arms=FEW_SHOWN,
-        attention_tokens=256,
         outputs=2,
     ),
     "standard": Grid(
-        judged={**_both(0, 60), **_both(48, 60), **_both(JUDGED_FILLER, 60), _EQUAL: 100, _IN_CONTEXT: 100, **_SHORT},
+        judged={**_both(0, 60), **_both(48, 60), _EQUAL: 100, _IN_CONTEXT: 100, **_SHORT},
         shown={**_both(0, 60), "passkey": 20},
         arms=SHOWN,
     ),
@@ -105,7 +114,8 @@ GRIDS = {
             "key_value": 60,
         },
         shown=_ALL,
-        arms=(*SHOWN, Arm("Q top-1", {"targets": "Q"}), Arm("K top-1", {"targets": "K"})),
+        arms=(*SHOWN, *ONLY_FULL),
+        attention_tokens=1024,
         curves=_both(48, 60),
         additivity_texts=4,
     ),

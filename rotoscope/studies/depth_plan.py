@@ -37,7 +37,7 @@ PLANS = {
             "arithmetic:shots=2": 100,
             "counterfactual_capitals": 100,
             "key_value": 100,
-            "passkey:tokens=256": 100,
+            "passkey:tokens=256": 40,
         },
         pairs=120,
         some=None,

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -38,16 +39,16 @@ def cells(lm: LM, options: Options) -> list[Cell]:
     if of_size is None or not lm.anatomy.attention:
         return []
     arms = (*JUDGED, *of_size.arms)
-    judged, _ = asked(lm, of_size.judged, options.seed)
-    shown, _ = asked(lm, of_size.shown, options.seed)
-    out = [_scored(task, arm, options) for arm in arms for task in (judged if arm.judged else shown)]
-    curves, _ = asked(lm, of_size.curves, options.seed)
-    for task in curves:
-        out += [_scored(task, arm, options, LAYER) for arm in layer_arms(lm)]
-        out += [_scored(task, arm, options, DOSE) for arm in DOSE_ARMS]
-    if not judged:
+    tasks = {task.spec: task for task in asked(lm, of_size.tasks, options.seed)[0]}
+    out = []
+    for arm in arms:
+        out += [_scored(tasks[spec], arm, options, n) for spec, n in of_size.items(arm).items() if spec in tasks]
+    for spec, n in of_size.curves.items():
+        some = [(LAYER, arm) for arm in layer_arms(lm)] + [(DOSE, arm) for arm in DOSE_ARMS]
+        out += [_scored(tasks[spec], arm, options, n, folder) for folder, arm in some if spec in tasks]
+    if not tasks:
         return out
-    return [*out, *_attention(lm, options, of_size, arms), *_outputs(judged, options, of_size)]
+    return [*out, *_attention(lm, options, of_size, arms), *_outputs(list(tasks.values()), options, of_size)]
 
 
 def layer_arms(lm: LM) -> list[Arm]:
@@ -60,9 +61,11 @@ def layer_arms(lm: LM) -> list[Arm]:
 DOSE_ARMS = tuple(Arm(f"{kind}-{dose}", {"selection": f"{kind}-{dose}"}, group="dose") for kind, dose in DOSES)
 
 
-def _scored(task: Asked, arm: Arm, options: Options, folder: str = SCORED) -> Cell:
-    arguments = {"spec": task.spec, "n": task.n, "seed": options.seed, "how": arm.how}
-    return Cell(cell_name(folder, task.spec, arm), score, arguments, task.tokens, BATCH_TOKENS, optional=True)
+def _scored(task: Asked, arm: Arm, options: Options, take: int, folder: str = SCORED) -> Cell:
+    take = min(take, task.n)
+    arguments = {"spec": task.spec, "n": task.n, "take": take, "seed": options.seed, "how": arm.how}
+    cost = task.tokens * take / task.n
+    return Cell(cell_name(folder, task.spec, arm), score, arguments, cost, BATCH_TOKENS, optional=True)
 
 
 def cell_name(folder: str, spec: str, arm: Arm) -> str:
@@ -85,8 +88,9 @@ def _attention(lm: LM, options: Options, of_size: Grid, arms: Sequence[Arm]) -> 
             yield Cell(name, additivity, arguments, len(text.ids), layers, optional=True)
 
 
-def _outputs(judged: Sequence[Asked], options: Options, of_size: Grid) -> Iterator[Cell]:
-    some = [task for task in judged if not hasattr(find(task.spec), "evaluate")]
+def _outputs(tasks: Sequence[Asked], options: Options, of_size: Grid) -> Iterator[Cell]:
+    written = [task for task in tasks if find(task.spec).scoring != "choice"]
+    some = [task for task in written or tasks if not hasattr(find(task.spec), "evaluate")]
     for task in sorted(some, key=lambda task: task.tokens / task.n)[:OUTPUT_TASKS]:
         n = min(of_size.outputs, task.n)
         for arm in JUDGED:
@@ -95,10 +99,14 @@ def _outputs(judged: Sequence[Asked], options: Options, of_size: Grid) -> Iterat
             yield Cell(f"{OUTPUTS}/{slug(task.spec)}/{slug(arm.label)}", outputs, arguments, cost, optional=True)
 
 
-def score(lm: LM, spec: str, n: int, seed: int, how: Mapping[str, Any] | None, at_once: int) -> Tables:
-    """A task's items under an arm; ``measured`` is what the intervention did to queries and keys."""
-    watched = None if how is None else Watched(Disrupt(**{"seed": seed, **how}))
-    rows = evaluate(lm, find(spec), n=n, seed=seed, under=watched, batch_tokens=at_once)
+def score(lm: LM, spec: str, n: int, take: int, seed: int, how: Mapping[str, Any] | None, at_once: int) -> Tables:
+    """``take`` of a task's ``n`` items under an arm; ``measured`` is what the intervention did to queries and keys."""
+    watched, task = None if how is None else Watched(Disrupt(**{"seed": seed, **how})), find(spec)
+    some = None
+    if take < n and not hasattr(task, "evaluate"):  # fewer items asked for anew would be others, at other depths, say
+        every = task.examples(lm, n, seed)
+        some = [every[i] for i in sorted(np.random.default_rng(seed).permutation(len(every))[:take])]
+    rows = evaluate(lm, task, n=take, seed=seed, under=watched, examples=some, batch_tokens=at_once)
     tables = {"items": rows.drop(columns=["first_ids"], errors="ignore")}
     if watched is not None:
         tables["measured"] = pd.DataFrame([watched.measured])

@@ -72,7 +72,7 @@ def finish(
     of_size = grid(options)
     if of_size is None:
         return {}, not_tested("M4", "the disruption grid was left out (--disrupt none)", RULE), {}
-    _, unasked = asked(lm, of_size.judged, options.seed)
+    _, unasked = asked(lm, of_size.tasks, options.seed)
     found = disruption_tables.tables(lm, of_size, done, options.seed)
     return found, *m4(found.get("items"), options.size, options.seed, unasked)
 

@@ -86,7 +86,12 @@ def matched(result: Result) -> pd.DataFrame:
     meant &= table["knowledge"].isin(list(_WHERE))
     shown = (table["judged"].astype(bool) | table["words"].str.startswith(CONTROL)) & (table["group"] == "grid")
     table = table[meant & shown & (table["arm"] != "clean") & table["retention"].notna()]
-    table = table[~table["variant"].str.contains("facts=")]  # the same lengths again, in another form
+    # One parametric task for each length of filler: the plain one, where it was run.
+    length = table["variant"].map(filler)
+    longer = table["variant"].str.contains("facts=")
+    plain = set(zip(table.loc[~longer, "knowledge"], length[~longer], strict=True))
+    twice = [pair in plain for pair in zip(table["knowledge"], length, strict=True)]
+    table = table[~(longer & np.array(twice, dtype=bool))]
     if set(table["knowledge"]) != set(_WHERE):
         return table.head(0)
     return table.assign(
