@@ -176,7 +176,7 @@ def tasks_(
         str | None, typer.Argument(help="Show examples of this task: NAME[:PARAMETER=VALUE], NAME:FILE.")
     ] = None,
     model: Annotated[str, typer.Option(help="Whose tokenizer counts the tokens of prompts.")] = "demo",
-    n: Annotated[int, typer.Option("--n", "-n", help="Number of examples.")] = 3,
+    n: Annotated[int, typer.Option("--n", "-n", min=1, help="Number of examples.")] = 3,
     seed: Seed = 0,
     check: Annotated[
         bool, typer.Option("--check", help="Score a right and a wrong answer; exit 1 on a fault.")

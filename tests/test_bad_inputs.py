@@ -20,6 +20,9 @@ from tiny import tiny
 
 import rotoscope as rs
 from rotoscope import cli
+from rotoscope.studies.arms import grid
+from rotoscope.studies.options import Options
+from rotoscope.tasks import find
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*no tokenizer")
 
@@ -220,6 +223,10 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "memory holds no layer": (lambda p: p.audit("--max-memory", "1kB"), "does not hold one layer"),
     "no such command": (lambda p: ["divine"], "divine"),
     "no such option": (lambda p: p.audit("--divine"), "--divine"),
+    # tasks
+    "fewer than no examples": (lambda p: ["tasks", "arithmetic", "-n", "-1"], "-1"),
+    "no task of that name": (lambda p: ["tasks", "capitols"], "capitols"),
+    "disruption and none": (lambda p: p.audit("--disrupt", "none", "--disrupt", "top-2"), "none leaves the grid out"),
     # the doctor and the cache
     "estimate of nothing": (lambda p: ["doctor", p.tmp / "nowhere", "--estimate"], "nowhere"),
     "estimate of an encoder": (lambda p: ["doctor", *p.saved("bert")[1:2], "--estimate"], "is an encoder"),
@@ -384,6 +391,16 @@ def test_a_damaged_cache_entry_is_listed_and_can_be_cleared(
     assert "damaged" in handled(monkeypatch, capsys, "cache")
     handled(monkeypatch, capsys, "cache", "--clear")
     assert not entry.exists()
+
+
+@pytest.mark.parametrize("name", ["tasks", "disrupt"])
+def test_names_given_in_python_may_be_one_or_a_list(name: str) -> None:
+    for given in ("none", ["none"], ("none", "none"), {"none": 1}):
+        assert getattr(Options(**{name: given}), name) == ("none",)
+    assert grid(Options(disrupt=["none"])) is None  # type: ignore[arg-type]
+    for wrong in (find("passkey"), [find("passkey")], [3], None):
+        with pytest.raises(rs.BadInput, match=rf"{name} are texts such as '"):
+            Options(**{name: wrong})  # type: ignore[arg-type]
 
 
 def test_tokens_beyond_the_vocabulary_are_named(place: Place) -> None:

@@ -6,18 +6,20 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pandas as pd
 import pytest
 
 import rotoscope as rs
+from rotoscope import tasks
 from rotoscope.errors import BadInput
 from rotoscope.tasks import TASKS, evaluate, find
 from rotoscope.tasks.base import Example
 from rotoscope.tasks.data import DataTask
+from rotoscope.tasks.gsm8k import GSM8K
 
 QUESTIONS = [
     {"question": f"What is {i} plus a thousand?", "answer": f"{i} + 1000 = {i + 1000}\n#### 1,{i:03}"}
@@ -173,11 +175,30 @@ def test_items_of_ones_own(demo: rs.LM, tmp_path: Path) -> None:
         ("jsonl", '{"prompt": " ", "answer": "b"}\n', "prompt must be a text"),
         ("jsonl", '{"prompt": "a", "answer": "c", "choices": ["a", "b"]}\n', "one of the choices"),
         ("jsonl", '{"prompt": "a", "answer": "a", "choices": ["a"]}\n', "two or more"),
-        ("gsm8k", '{"question": "a", "answer": "12"}\n', "#### NUMBER"),
+        (
+            "jsonl",
+            '{"prompt": "a", "answer": "b"}\n{"prompt": "a", "answer": 2, "choices": [1, 2]}\n',
+            "row 1: no choices",
+        ),
+        ("gsm8k", '{"question": "a", "answer": "12"}\n', "row 1: the column answer must end in '#### NUMBER'"),
+        ("gsm8k", '{"question": "a", "answer": "#### twelve"}\n', "#### NUMBER"),
+        (
+            "gsm8k",
+            '{"question": 12, "answer": "#### 12"}\n',
+            'row 1: not what gsm8k reads; a row is like {"question": "A',
+        ),
         ("gsm8k", '{"prompt": "a", "answer": "12"}\n', "no question"),
         ("aqua", '{"question": "a", "options": ["A)1"], "correct": "A"}\n', "five options"),
+        ("aqua", '{"question": "a", "options": 5, "correct": "A"}\n', "five options"),
+        ("aqua", '{"question": "a", "options": "ABCDE", "correct": "A"}\n', "five options"),
+        ("aqua", '{"question": "a", "options": [1, 2, 3, 4, 5], "correct": "A"}\n', "not what aqua reads"),
         ("imdb", '{"text": "a", "label": -1}\n', "label must be 0"),
+        ("imdb", '{"text": "a", "label": 1}\n{"text": 7, "label": 1}\n', "row 2: not what imdb reads"),
+        ("imdb", '{"text": "a", "label": 1.0}\n', "not what imdb reads"),
         ("squad", '{"context": "a", "question": "b", "answers": {"text": []}}\n', "without an answer"),
+        ("squad", '{"context": "a", "question": "b", "answers": ["x"]}\n', "not what squad reads"),
+        ("squad", '{"context": "a", "question": "b", "answers": {"text": "x"}}\n', "list of texts"),
+        ("cnn_dailymail", '{"article": "a", "highlights": ["b"]}\n', "not what cnn_dailymail reads"),
     ],
 )
 def test_a_bad_file_is_one_line(tmp_path: Path, name: str, text: str | None, says: str) -> None:
@@ -221,7 +242,7 @@ def test_a_data_set_comes_by_its_id(demo: rs.LM, tmp_path: Path, monkeypatch: py
     assert [replace(item, id="") for item in items] == [kind().example(kind.specimen, "")] * 2
 
 
-def test_what_cannot_be_had_is_said_in_one_line(demo: rs.LM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_had_is_said_in_one_line(demo: rs.LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
     def unreachable(*_: Any, **__: Any) -> Any:
@@ -234,10 +255,39 @@ def test_what_cannot_be_had_is_said_in_one_line(demo: rs.LM, monkeypatch: pytest
     with pytest.raises(BadInput, match=r"pip install 'rotoscope\[eval\]'"):
         find("gsm8k").examples(demo, 1, 0)
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
-    with pytest.raises(BadInput, match=r"rouge-score: pip install 'rotoscope\[eval\]'"):
-        TASKS["cnn_dailymail"]().score(Example("", "", ("a",)), "a")
+    news = written(tmp_path / "news.jsonl", [{"article": "a", "highlights": "b"}])
+    with pytest.raises(BadInput, match=r"rouge-score: pip install 'rotoscope\[eval\]'"):  # before a model is run
+        find(f"cnn_dailymail:{news}").examples(demo, 1, 0)
 
 
 def test_a_task_that_makes_its_items_reads_no_file() -> None:
     with pytest.raises(BadInput):
         find("capitals:items.jsonl")
+
+
+def test_a_file_with_a_sign_of_equality_in_its_name_is_a_file(demo: rs.LM, tmp_path: Path) -> None:
+    path = written(tmp_path / "n=40.jsonl", QUESTIONS)
+    assert len(find(f"gsm8k:{path}").examples(demo, 40, 0)) == 40
+    with pytest.raises(BadInput, match="no parameter"):
+        find(f"gsm8k:{tmp_path / 'n=41.jsonl'}")
+
+
+def test_a_name_too_long_for_a_file_is_none() -> None:
+    with pytest.raises(BadInput, match="there is no file xxx"):
+        find(f"jsonl:{'x' * 5000}")
+
+
+@dataclass(frozen=True)
+class Dates(GSM8K):
+    """A task from data of another package."""
+
+    name: ClassVar[str] = "dates"
+
+
+def test_a_task_from_data_of_another_package_reads_files_too(
+    demo: rs.LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tasks, "_installed", lambda name: Dates)
+    task = find(f"dates:{written(tmp_path / 'q.jsonl', QUESTIONS)}")
+    assert type(task) is Dates
+    assert task.examples(demo, 1, 0)[0].id.startswith("dates-")

@@ -199,6 +199,8 @@ def test_the_identity_at_the_end_and_one_line_for_layers_that_are_not_there(
     for k in (-1, L + 1):
         with pytest.raises(rs.BadInput, match=rf"no layer {k}: choose 0 to {L}"), kind(k).on(lm):
             pass
+    with pytest.raises(rs.BadInput, match=rf"whole number from 0 to {L}, not 2\.5"), kind(2.5).on(lm):
+        pass
 
 
 def test_a_prompt_and_its_answer_in_one_forward(models: Callable[[str], rs.LM]) -> None:
@@ -389,6 +391,12 @@ def test_swap_by_span(demo: rs.LM) -> None:
             logits(demo, **batch)
     with pytest.raises(rs.BadInput, match="no token 40"), Swap(10, donor, positions=(40,)).on(demo):
         pass
+    for strange in (999_999, -1):
+        with pytest.raises(rs.BadInput, match=rf"token {strange} is none of"), Swap(10, [strange], (0,)).on(demo):
+            pass
+    for empty in ({"positions": ()}, {"positions": (1,), "donor_positions": []}):
+        with pytest.raises(rs.BadInput, match="no tokens changes nothing"):
+            Swap(10, donor, **empty)
 
 
 def words(lm: rs.LM, text: str) -> list[str]:
@@ -418,6 +426,8 @@ def test_interventions_from_text() -> None:
         ("freeze:layer=2:scope=some", "scope is one of"),
         ("swap:layer=2:positions=1", "needs a donor"),
         ("swap:layer=2:donor=Rome", "either positions or a span"),
+        ("swap:layer=2:donor=Rome:positions=5-3", r"positions=5-3 cannot be read; write numbers and ranges"),
+        ("disrupt:layers=3,7-5", r"layers=3,7-5 cannot be read"),
     ):
         with pytest.raises(rs.BadInput, match=message):
             parse(text)

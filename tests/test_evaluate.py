@@ -16,6 +16,7 @@ from transformers import GenerationConfig
 
 import rotoscope as rs
 from rotoscope.errors import BadInput
+from rotoscope.interventions import Disrupt, Freeze, Noise, Together
 from rotoscope.stats.intervals import wilson
 from rotoscope.tasks import Example, Task, evaluate
 from rotoscope.tasks.encode import answer_of, opening, prompt_of
@@ -131,8 +132,11 @@ def test_generation_is_a_greedy_loop_up_to_the_end_of_text(family: str, dtype: t
     loops = [greedy(lm, e.prompt, 7) for e in ITEMS]
     end = loops[1][3]
     lm.model.generation_config = GenerationConfig(  # all of which is to be put aside
-        do_sample=True, temperature=5.0, top_p=0.5, repetition_penalty=3.0, num_beams=2, max_length=4, eos_token_id=end
-    )
+        do_sample=True, temperature=5.0, top_p=0.5, repetition_penalty=3.0, num_beams=2, max_length=4, eos_token_id=end,
+        min_new_tokens=6, suppress_tokens=[loops[0][0]], begin_suppress_tokens=[loops[2][0]], forced_eos_token_id=5,
+        bad_words_ids=[[loops[3][1]]], sequence_bias=[[[loops[0][2]], -50.0]], guidance_scale=3.0, max_time=1e-9,
+        return_dict_in_generate=True, prompt_lookup_num_tokens=2,
+    )  # fmt: skip
     before = lm.model.generation_config.to_dict()
     for batch_tokens in (1, 2048):
         told = evaluate(lm, Made("generate"), batch_tokens=batch_tokens)
@@ -310,3 +314,12 @@ def test_a_tokenizer_of_another_model_is_refused() -> None:
     lm = replace(a_model(vocab_size=20), tokenizer=characters())
     with pytest.raises(BadInput, match=r"ids up to .* where the model has 20"):
         evaluate(lm, Made("first"))
+
+
+def test_answers_that_the_paper_s_scope_would_change_are_refused() -> None:
+    """With scope all-previous every token but the last of a forward is changed: an answer's own tokens among them."""
+    lm = rs.wrap(tiny("llama", max_position_embeddings=512), characters())
+    for under in (Freeze(1, scope="all-previous"), Together((Disrupt(), Noise(1, scope="all-previous")))):
+        with pytest.raises(rs.BadInput, match="all-previous"):
+            rs.evaluate(lm, "key_value:pairs=2", n=2, under=under)
+    rs.evaluate(lm, "key_value:pairs=2", n=2, under=Freeze(1))

@@ -251,6 +251,29 @@ def test_lm_evals_own_command_finds_the_model_through_a_task_file(
     assert accuracy(tmp_path / "out", "plug") == pytest.approx(clean.correct.mean())
 
 
+@pytest.mark.parametrize("installed", [True, False])
+def test_the_command_says_what_can_be_mended_in_one_line(
+    installed: bool,
+    folder: Path,
+    tiny_folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    monkeypatch.setattr(TaskManager.__init__, "__defaults__", (None, None, False, None))  # no index of all tasks
+    if not installed:
+        monkeypatch.setitem(sys.modules, "lm_eval", None)
+    model = ["--model", "rotoscope", "--model_args", f"pretrained={tiny_folder},intervention=disrupt:selection=best"]
+    monkeypatch.setattr(sys, "argv", ["lm_eval", *model, "--tasks", "cap_gen", "--include_path", str(folder)])
+    with pytest.raises(SystemExit) as end:
+        lm_eval.main()
+    assert end.value.code == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: ")
+    assert ("selection" if installed else "pip install") in said
+
+
 def test_what_lm_eval_cannot_do_is_said_in_one_line(
     folder: Path, demo: rs.LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -266,6 +289,11 @@ def test_what_lm_eval_cannot_do_is_said_in_one_line(
     gone.write_text((folder / "cap_mc.yaml").read_text().replace("docs.jsonl", "gone.jsonl"))
     with pytest.raises(BadInput, match="cannot be loaded"):
         find(f"lm_eval:{gone}").evaluate(demo, 2, 0)
+    for content in ("task: [unclosed", "task: mine", "task: mine\nf: !function nowhere.f", "- a list"):
+        bad = tmp_path / "bad.yaml"
+        bad.write_text(content)
+        with pytest.raises(BadInput, match=r"bad\.yaml cannot be loaded: \S"):
+            find(f"lm_eval:{bad}").examples(demo, 1, 0)
     with pytest.raises(BadInput, match="needs a task"):
         find("lm_eval:")
     monkeypatch.setattr(lm_eval, "_manager", lambda file=False: TaskManager(include_defaults=False))

@@ -173,7 +173,7 @@ def test_selectivity_compares_both_kinds_at_the_longest_filler(
     said = readings["disrupt-selectivity"]
     for arm, words in (("top-1", f"Behind 144 tokens of filler “{MAIN}”"), ("change", "the control of equal change")):
         rest = said[said.index(words) :]
-        inside, recalled = (100 * lost.at[arm, task] for task in ("capitals-in-context", "capitals"))
+        inside, recalled = (100 * lost.at[arm, task] for task in ("capitals_in_context", "capitals"))
         assert re.match(rf".*? loses {recalled:.0f} % \(.*?\) of .* weights and {inside:.0f} % \(", rest)
     points = marks(opened, "disrupt-selectivity", "symbol")
     assert len([label for label in points if "filler" in label]) == 6 * 2 * 3  # judged arms of the grid, kinds, fillers

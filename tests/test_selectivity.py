@@ -326,7 +326,7 @@ def finished(spec: str, items: pd.DataFrame, **measured: float) -> dict[str, Any
     for arm in (*arms.JUDGED, *arms.SHOWN):
         own = items[items.arm == arm.label]
         if len(own):
-            tables = {"items": own.drop(columns="arm").assign(answer="a", gold="b", prompt_tokens=9)}
+            tables = {"items": own.drop(columns="arm").assign(answer="a", gold="b", prompt_tokens=9, template=False)}
             if arm.how is not None:
                 tables["measured"] = pd.DataFrame([measured])
             out[cell_name(SCORED, spec, arm)] = tables

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 import rotoscope as rs
 from rotoscope import tasks
 from rotoscope.errors import BadInput
-from rotoscope.tasks import TASKS, Example, Task, find, geography
+from rotoscope.tasks import TASKS, Example, Task, find, geography, show
 from rotoscope.tasks.capitals import cities
 from rotoscope.tasks.filler import filler
 from rotoscope.tasks.invented import names
@@ -232,11 +232,13 @@ def test_passkey_depth_is_the_share_of_filler_before_the_key(demo: rs.LM) -> Non
         ("passkey:tokens=20", "too short"),
         ("passkey:depth=101", "depth=101"),
         ("passkey:digits=0", "digits=0"),
+        ("passkey:digits=20", "1 to 18"),
         ("passkey:tokens=many", "tokens must be like 128"),
         ("capitals:labels=odd", "clean or raw"),
         ("capitals:fill=3", "its parameters: filler=0, facts=0, labels=clean"),
         ("key_value:pairs=0", "pairs=0"),
         ("arithmetic:largest=1", "largest"),
+        ("arithmetic:largest=1000", "2 to 50"),
         ("nonsense", "there is no task 'nonsense'; there are capitals, capitals_in_context"),
     ],
 )
@@ -310,3 +312,17 @@ def test_tasks_of_other_packages_are_found_and_loaded_only_when_named(monkeypatc
     assert loaded == ["theirs"]
     with pytest.raises(BadInput, match="not a rotoscope"):
         find("broken")
+
+
+def test_a_broken_task_of_another_package_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> Any:
+        raise ModuleNotFoundError("No module named 'gone'\nmore")
+
+    entry = SimpleNamespace(name="broken", value="package:broken", load=fail)
+    monkeypatch.setattr(tasks, "entry_points", lambda group: [entry])
+    with pytest.raises(BadInput, match=r"package:broken, cannot be loaded: No module named 'gone'$"):
+        find("broken")
+    rows = {row["name"]: row["summary"] for row in show.listing()}
+    assert "No module named 'gone'" in rows["broken"]
+    assert set(TASKS) < set(rows)
+    assert "broken" in show.listed(show.listing())

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -146,6 +147,8 @@ class TokenKeys:
 
 def check_layer(k: int, layers: int) -> None:
     """Raise `BadInput` where a model of so many layers has no boundary ``k``."""
+    if not isinstance(k, Integral):
+        raise BadInput(f"a layer is a whole number from 0 to {layers}, not {k!r}")
     if not 0 <= k <= layers:
         raise BadInput(f"there is no layer {k}: choose 0 to {layers}, where {layers} changes nothing")
 

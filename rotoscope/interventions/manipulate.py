@@ -39,9 +39,10 @@ def noised(h: Tensor, where: Tensor, keys: Keys, *salt: object) -> Tensor:
     """
 
     def draw(state: Tensor, generator: torch.Generator) -> Tensor:
-        v = torch.randn(state.shape, generator=generator, dtype=torch.float32).to(state)
-        scaled: Tensor = v / v.norm() * state.norm()
-        return scaled
+        exact = state if state.dtype == torch.float64 else state.float()  # squares of half precision overflow
+        v = torch.randn(state.shape, generator=generator, dtype=torch.float32).to(exact)
+        scaled: Tensor = v / v.norm() * exact.norm()
+        return scaled.to(state.dtype)
 
     return _each(h, where, keys, salt, draw)
 

@@ -59,10 +59,13 @@ def numbers(text: str) -> tuple[int, ...]:
     Raises
     ------
     ValueError
-        If it is anything else.
+        If it is anything else, a range that runs backwards among it.
     """
     out: list[int] = []
     for part in text.split(","):
         low, _, high = part.partition("-")
-        out += range(int(low), int(high or low) + 1)
+        some = range(int(low), int(high or low) + 1)
+        if not some:
+            raise ValueError(f"{part} runs backwards")
+        out += some
     return tuple(out)

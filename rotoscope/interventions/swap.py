@@ -54,13 +54,16 @@ class Swap(Intervention):
             raise BadInput("swap needs a donor prompt: its text or its token ids")
         if (self.positions is None) == (not self.span):
             raise BadInput("swap needs to know which tokens: give either positions or a span of text")
+        if any(places is not None and not len(places) for places in (self.positions, self.donor_positions)):
+            raise BadInput("swap of no tokens changes nothing: name one position or more")
 
     def attach(self, lm: LM, run: Run, stack: ExitStack) -> None:
         layers = decoder_layers(lm.model)
         if at_end(layers, self.layer, run, stack):
             return
-        ids = lm.encode(self.donor) if isinstance(self.donor, str) else torch.tensor(list(self.donor))
-        given = self._places(lm, ids.tolist(), self.donor_span or self.span, self.donor_positions or self.positions)
+        ids = self._donor(lm)
+        of_donor = self.positions if self.donor_positions is None else self.donor_positions
+        given = self._places(lm, ids.tolist(), self.donor_span or self.span, of_donor)
         with torch.no_grad(), stop(lm.model, self.layer) as at:
             lm.model(input_ids=ids[None].to(lm.device), use_cache=False)
         one = torch.ones(1, len(ids), dtype=torch.bool)
@@ -85,6 +88,13 @@ class Swap(Intervention):
             return as_it_was(out, h, forward.real)
 
         stack.enter_context(at_boundary(layers, self.layer, act))
+
+    def _donor(self, lm: LM) -> Tensor:
+        ids = lm.encode(self.donor) if isinstance(self.donor, str) else torch.tensor(list(self.donor))
+        unknown = ids[(ids < 0) | (ids >= lm.anatomy.vocabulary)].tolist()
+        if unknown:
+            raise BadInput(f"the donor's token {unknown[0]} is none of the model's, 0 to {lm.anatomy.vocabulary - 1}")
+        return ids
 
     def _places(
         self, lm: LM, ids: Sequence[int], span: str, positions: Sequence[int] | None, length: int | None = None

@@ -55,7 +55,8 @@ class Curve:
     def nats_high(self) -> Array:
         """Upper 95 % bound of the log-likelihood lost at each depth, nats, ``[K]``."""
         lost = self.logprob[:, None] - self.changed_logprob
-        return np.array([intervals.mean_t(column).high for column in lost.T])
+        # A depth at which the model gives no number for an item is not safe.
+        return np.array([np.inf if np.isnan(column).any() else intervals.mean_t(column).high for column in lost.T])
 
     def above_chance(self) -> bool:
         return paired.above_chance(self.clean, self.chance)

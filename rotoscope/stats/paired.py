@@ -44,8 +44,10 @@ def retention(clean: ArrayLike, changed: ArrayLike, chance: float, seed: int) ->
 
 
 def mean_change(clean: ArrayLike, changed: ArrayLike, seed: int) -> tuple[float, Interval]:
-    """Mean of ``changed − clean`` over items, with a paired bootstrap interval."""
+    """Mean of ``changed − clean`` over items, with a paired bootstrap interval; NaN if one of them is."""
     difference = np.asarray(changed, dtype=float) - np.asarray(clean, dtype=float)
+    if np.isnan(difference).any():
+        return float("nan"), UNDEFINED
     return float(difference.mean()), intervals.means_bootstrap((difference,), statistic=lambda d: d, seed=seed)
 
 

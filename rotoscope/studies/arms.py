@@ -9,6 +9,7 @@ from typing import Any
 from rotoscope.interventions import Disrupt
 from rotoscope.interventions.spec import arguments
 from rotoscope.studies.options import Options
+from rotoscope.tasks import find
 
 CLEAN, MASSIVE, CONTROL, EVERYWHERE = "clean", "top-1", "change-matched", "top-1 all"
 NONE = "none"
@@ -134,13 +135,16 @@ def grid(options: Options) -> Grid | None:
             arm for text in dict.fromkeys(options.disrupt) if (arm := _own(text)).disrupt not in judged_already
         )
     judged, shown = of_size.judged, of_size.shown
+    curves = of_size.curves
     if options.tasks:
-        n = max(60, *(judged.get(spec, 0) for spec in options.tasks))
-        judged = shown = dict.fromkeys(options.tasks, n)
+        specs = dict.fromkeys(find(text).spec for text in options.tasks)
+        n = max(60, *(judged.get(spec, 0) for spec in specs))
+        judged = shown = dict.fromkeys(specs, n)
+        curves = judged if curves else curves
     elif options.disrupt:
         shown = judged
     limit = options.limit or 10**9
-    bounded = ({spec: min(n, limit) for spec, n in items.items()} for items in (judged, shown, of_size.curves))
+    bounded = ({spec: min(n, limit) for spec, n in items.items()} for items in (judged, shown, curves))
     judged, shown, curves = bounded
     return Grid(
         judged, shown, arms, of_size.attention_tokens, min(of_size.outputs, limit), curves, of_size.additivity_texts

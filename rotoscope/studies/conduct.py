@@ -19,7 +19,7 @@ from rotoscope.model.lm import LM
 from rotoscope.results import Result, merge, provenance
 from rotoscope.studies import texts
 from rotoscope.studies.observe import Tables
-from rotoscope.studies.options import Options
+from rotoscope.studies.options import BATCH_TOKENS, Options
 
 
 class Study(Protocol):
@@ -98,7 +98,16 @@ def fingerprint(lm: LM, options: Options, studies: Sequence[Study]) -> dict[str,
     own = "" if options.text is None else hashlib.sha256(options.text.encode()).hexdigest()
     studied = [study.NAME for study in studies]
     weights = {} if lm.file_hash else {"weights": weights_digest(lm.model)}
-    return {**_identity(lm), **weights, **options.facts(), "text sha256": own, "studies": studied}
+    return {
+        **_identity(lm), **weights, **options.facts(), "text sha256": own, "task files": _files(options.tasks),
+        "studies": studied,
+    }  # fmt: skip
+
+
+def _files(specs: Sequence[str]) -> dict[str, str]:
+    """Digests of the files that tasks are read from, by spec."""
+    paths = {spec: Path(spec.partition(":")[2]).expanduser() for spec in specs}
+    return {spec: hashlib.sha256(path.read_bytes()).hexdigest() for spec, path in paths.items() if path.is_file()}
 
 
 def weights_digest(model: torch.nn.Module) -> str:
@@ -141,6 +150,7 @@ def facts(lm: LM, options: Options) -> dict[str, Any]:
         "tokens_per_text": max(len(t.ids) for t in some),
         "tokens_of_shortest_text": min(len(t.ids) for t in some),
         "batch_size": 1,
+        "task_batch_tokens": BATCH_TOKENS,
         "max_memory": options.max_memory,
         "text": "default (pydoc_data.topics)" if options.text is None else "user's",
         "chat_template": "off",

@@ -18,22 +18,24 @@ from rotoscope.interventions import shallow_prefill
 from rotoscope.interventions.swap import spanned
 from rotoscope.interventions.sweep import Prompts, Sweep
 from rotoscope.model.lm import LM, evaluating
+from rotoscope.model.prompts import takes
 from rotoscope.studies.depth_plan import NOISE_BUT_0, Plan, depths, manipulations, plan
 from rotoscope.studies.items import Asked, asked, slug
 from rotoscope.studies.observe import Tables
-from rotoscope.studies.options import Options
+from rotoscope.studies.options import BATCH_TOKENS, Options
 from rotoscope.studies.swap_pairs import SETS, Side, chosen
 from rotoscope.tasks import find
 from rotoscope.tasks.evaluate import prepared
-from rotoscope.tasks.forward import Scored, batches_of, read
+from rotoscope.tasks.forward import Row, Scored, batches_of, read
 
-BATCH_TOKENS = 2048
 TASK, SWAP, COST = "depth/task", "depth/swap", "depth/cost"
 CLEAN = "clean"
 # Token-forwards per token and depth, from `benchmarks/sweep.py`: what is above layer k, and how much of it runs.
 _SHARE = {"freeze": 0.14, "skip": 0.06}
 _RESUMED = 0.55
 _PREFILL_TOKENS, _ROUNDS = 512, 3
+_ROWS = 8
+"""Tokens of a batch for each row that the skip sweep runs at once."""
 
 
 def cells(lm: LM, options: Options) -> list[Cell]:
@@ -79,10 +81,12 @@ def sweep(lm: LM, spec: str, n: int, seed: int, ks: Mapping[str, Sequence[int]],
     found: dict[tuple[str, int], dict[int, Scored]] = {}
     for batch in batches_of(items.rows, at_once):
         rows = [items.rows[i] for i in batch]
-        prompts = Prompts.of([row.prompt for row in rows], [row.answer[:-1] for row in rows])
-        for name, k, logits in _depths(Sweep.over(lm, prompts), ks, seed):
-            scored = found.setdefault((name, k), {})
-            scored.update(zip(batch, read(rows, logits[:, : len(rows[0].answer)]), strict=True))
+        for places, of_batch in _swept_batches(lm, rows):
+            some = [rows[i] for i in places]
+            for name, k, logits in _depths(of_batch, ks, seed, at_once // _ROWS):
+                scored = found.setdefault((name, k), {})
+                told = read(some, logits[:, : len(some[0].answer)])
+                scored.update(zip([batch[i] for i in places], told, strict=True))
     tables = [
         items.table([scored[i] for i in range(len(items.rows))]).assign(manipulation=name, k=k)
         for (name, k), scored in found.items()
@@ -91,15 +95,29 @@ def sweep(lm: LM, spec: str, n: int, seed: int, ks: Mapping[str, Sequence[int]],
     return {"depth_items": pd.concat(tables, ignore_index=True)[columns]}
 
 
-def _depths(of_batch: Sweep, ks: Mapping[str, Sequence[int]], seed: int) -> Iterator[tuple[str, int, torch.Tensor]]:
+def _swept_batches(lm: LM, rows: Sequence[Row]) -> Iterator[tuple[list[int], Sweep]]:
+    """Rows of one batch, together; each alone where the model gives NaN to rows beside longer ones."""
+    of_batch = Sweep.over(lm, Prompts.of([row.prompt for row in rows], [row.answer[:-1] for row in rows]))
+    if len(rows) == 1 or not of_batch.past.clean.isnan().any():
+        yield list(range(len(rows))), of_batch
+        return
+    for i, row in enumerate(rows):
+        yield from (([i], alone) for _, alone in _swept_batches(lm, [row]))
+
+
+def _depths(
+    of_batch: Sweep, ks: Mapping[str, Sequence[int]], seed: int, rows: int
+) -> Iterator[tuple[str, int, torch.Tensor]]:
     yield CLEAN, of_batch.past.depth, of_batch.past.clean
     for name, some in ks.items():
         if name == NOISE_BUT_0:
             swept = Sweep(replace(of_batch.past, exempt_first=True)).noise(some, seed)
         elif name in ("noise", "shuffle"):
             swept = getattr(of_batch, name)(some, seed)
+        elif name == "skip":
+            swept = of_batch.skip(some, max(1, rows))
         else:
-            swept = getattr(of_batch, name)(some)
+            swept = of_batch.freeze(some)
         for k, logits in swept:
             yield name, k, logits
 
@@ -189,14 +207,12 @@ def prefill(lm: LM, ks: Sequence[int], tokens: int, seed: int) -> Tables:
         for _ in range(_ROUNDS):
             for k, own in times.items():
                 own.append(once(k))
-    except Refused as error:
+    except (BadInput, Refused) as error:  # no cache, or none that could be filled
         return {"prefill_refused": pd.DataFrame({"reason": [str(error)]})}
     rows = [(k, median(times[k]), median(times[None]), tokens) for k in ks]
     return {"prefill": pd.DataFrame(rows, columns=["k", "seconds", "full_seconds", "tokens"])}
 
 
 def _first_token(lm: LM, ids: torch.Tensor) -> Any:
-    return lm.model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=1, do_sample=False, pad_token_id=0,
-        temperature=None, top_p=None, top_k=None,
-    )  # fmt: skip
+    keep = {"logits_to_keep": 1} if "logits_to_keep" in takes(lm.model) else {}
+    return lm.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, **keep)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rotoscope.studies.options import Options
+from rotoscope.tasks import find
 
 EPSILON = 0.05
 """A loss of this share of items, at its upper bound, is the largest that counts as none."""
@@ -50,7 +51,7 @@ def plan(options: Options) -> Plan:
     """The size's plan with the user's own tasks and limit."""
     of_size = PLANS[options.size]
     n = FEWEST_QUICK if options.size == "quick" else FEWEST
-    tasks = dict.fromkeys(options.tasks, n) if options.tasks else of_size.tasks
+    tasks = {find(text).spec: n for text in options.tasks} if options.tasks else of_size.tasks
     limit = options.limit or 10**9
     bounded = {spec: min(n, limit) for spec, n in tasks.items()}
     return Plan(bounded, min(of_size.pairs, limit), of_size.some, of_size.shuffle)

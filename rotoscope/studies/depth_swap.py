@@ -43,6 +43,10 @@ def d3(by_set: Mapping[str, pd.DataFrame], counts: pd.DataFrame, layers: int, op
         every.assign(x=every.said == whose).pivot_table(index="pair", columns="k", values="x", aggfunc="mean")
         for whose in ("original", "donor")
     )
+    low = [k for k in original.columns if k <= layers / 3]
+    high = [k for k in original.columns if k >= 2 * layers / 3]
+    if not low or not high:
+        return not_tested("D3", f"{layers} layers leave no depth to test up to L/3 and from 2L/3 on", RULE)
     ks = original.columns.to_numpy(float)
     value = crossover(original.to_numpy(float), donor.to_numpy(float), ks)
     rows = np.random.default_rng(options.seed).integers(0, len(original), (DRAWS, len(original)))
@@ -54,8 +58,6 @@ def d3(by_set: Mapping[str, pd.DataFrame], counts: pd.DataFrame, layers: int, op
         value /= layers
 
     def decide(factor: float) -> Ruling:
-        low = [k for k in original.columns if k <= layers / 3]
-        high = [k for k in original.columns if k >= 2 * layers / 3]
         obeyed = all(donor[k].mean() > original[k].mean() for k in low)
         ignored = [
             condition

@@ -32,10 +32,8 @@ def curves(done: Done, specs: Sequence[str], layers: int) -> dict[str, dict[str,
         if "depth_items" not in found:
             continue
         items = found["depth_items"]
-        right, logprob = (
-            items.pivot_table(index="id", columns=["manipulation", "k"], values=column, sort=False)
-            for column in ("correct", "logprob")
-        )
+        by_item = items.set_index(["id", "manipulation", "k"])
+        right, logprob = (by_item[column].unstack(["manipulation", "k"]) for column in ("correct", "logprob"))
         clean = (CLEAN, layers)
         out[spec] = {
             name: Curve(
@@ -152,12 +150,18 @@ def depth_cost(lm: LM, done: Done) -> pd.DataFrame:
 
 
 def _shares(lm: LM) -> Iterator[float]:
-    """Per layer, the share of its weights that makes queries, keys and values; 1 where there is no attention."""
+    """Per layer, the share of its weights that makes queries, keys and values; 1 where there is no attention.
+
+    All experts of a mixture count, though a token runs through some: the share is a lower bound there.
+    """
     for anatomy, module in zip(lm.anatomy.layers, decoder_layers(lm.model), strict=True):
-        width = lm.model.get_input_embeddings().embedding_dim
+        width = lm.anatomy.hidden
         projected = anatomy.heads * anatomy.head_dim + anatomy.kv_heads * (anatomy.head_dim + anatomy.v_head_dim)
         weights = sum(p.numel() for p in module.parameters())
-        yield min(1.0, width * projected / weights) if anatomy.kind == "attention" and weights else 1.0
+        if any(not p.is_floating_point() for p in module.parameters()):
+            yield np.nan  # packed weights do not tell how many they are
+        else:
+            yield min(1.0, width * projected / weights) if anatomy.kind == "attention" and weights else 1.0
 
 
 def _labels(spec: str) -> dict[str, str]:

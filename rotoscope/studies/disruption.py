@@ -13,6 +13,7 @@ import torch
 
 from rotoscope.engine import Cell
 from rotoscope.interventions import Disrupt, Intervention, Run
+from rotoscope.interventions.base import chosen_layers
 from rotoscope.model.call import AttentionCall
 from rotoscope.model.lm import LM, evaluating
 from rotoscope.model.residual import stop
@@ -21,13 +22,13 @@ from rotoscope.observers.entropy import Entropy, probabilities
 from rotoscope.studies import texts
 from rotoscope.studies.arms import DOSES, JUDGED, Arm, Grid, grid
 from rotoscope.studies.items import Asked, asked, slug
-from rotoscope.studies.memory import split
+from rotoscope.studies.memory import layers_at_once, split
 from rotoscope.studies.observe import Tables, observe
-from rotoscope.studies.options import Options
+from rotoscope.studies.options import BATCH_TOKENS, Options
 from rotoscope.tasks import evaluate, find
+from rotoscope.tasks.forward import generate
 from rotoscope.tasks.score import begins_with
 
-BATCH_TOKENS = 2048
 OUTPUT_TOKENS, OUTPUT_TASKS = 12, 3
 SCORED, LAYER, DOSE = "disrupt/items", "disrupt/layers", "disrupt/dose"
 ATTENTION, ADDITIVITY, OUTPUTS = "disrupt/attention", "disrupt/additivity", "disrupt/outputs"
@@ -76,7 +77,7 @@ def cell_name(folder: str, spec: str, arm: Arm) -> str:
 def _attention(lm: LM, options: Options, of_size: Grid, arms: Sequence[Arm]) -> Iterator[Cell]:
     some = texts.texts(lm, options)
     ids = some[0].ids[: of_size.attention_tokens]
-    layers = len(lm.anatomy.attention)
+    layers = layers_at_once(lm.anatomy.attention, max(len(text.ids) for text in some), options.max_memory)
     arguments: dict[str, Any]
     for arm in arms:
         arguments = {"ids": ids, "seed": options.seed, "how": arm.how}
@@ -117,22 +118,16 @@ def outputs(lm: LM, spec: str, n: int, seed: int, how: Mapping[str, Any] | None)
     """What the model writes, greedily, on a task's first items."""
     task = find(spec)
     under = None if how is None else Disrupt(**{"seed": seed, **how})
+    examples = task.examples(lm, n, seed)
+    prompts = [tuple(lm.encode(example.prompt).tolist()) for example in examples]
+    with torch.no_grad(), evaluating(lm.model):
+        written = generate(lm, prompts, OUTPUT_TOKENS, under)
     rows = []
-    for example in task.examples(lm, n, seed):
-        ids = lm.encode(example.prompt).to(lm.device)[None]
-        with torch.no_grad(), evaluating(lm.model), nullcontext() if under is None else under.on(lm):
-            written = lm.model.generate(
-                input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, temperature=None, top_p=None,
-                top_k=None, max_new_tokens=OUTPUT_TOKENS, pad_token_id=_pad(lm),
-            )  # fmt: skip
-        answer = lm.tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
+    for example, ids in zip(examples, written, strict=True):
+        answer = lm.tokenizer.decode(ids, skip_special_tokens=True)
         right = any(begins_with(answer, gold) for gold in example.gold)
         rows.append((example.id, example.prompt[-240:], example.gold[0], answer, float(right)))
     return {"outputs": pd.DataFrame(rows, columns=["id", "prompt", "gold", "answer", "correct"])}
-
-
-def _pad(lm: LM) -> int:
-    return next((i for i in (lm.tokenizer.pad_token_id, lm.tokenizer.eos_token_id) if i is not None), 0)
 
 
 def additivity(lm: LM, ids: Sequence[int], seed: int, how: Mapping[str, Any] | None, at_once: int) -> Tables:
@@ -158,7 +153,7 @@ def attend(lm: LM, ids: Sequence[int], seed: int, how: Mapping[str, Any] | None,
         clean = _Kept(chosen)
         forward(clean)
         entropy, divergence = Entropy(), _Divergence(clean.calls)
-        with nullcontext() if under is None else under.on(lm):
+        with nullcontext() if under is None or not _reached(lm, under, chosen[-1]) else under.on(lm):
             forward(entropy, divergence)
         rows += [
             {
@@ -170,6 +165,12 @@ def attend(lm: LM, ids: Sequence[int], seed: int, how: Mapping[str, Any] | None,
             for layer in chosen
         ]
     return {"attention": pd.DataFrame(rows)}
+
+
+def _reached(lm: LM, under: Disrupt, deepest: int) -> bool:
+    """Whether a forward that ends above layer ``deepest`` runs a layer that is disrupted."""
+    attention = [layer.layer for layer in lm.anatomy.attention]
+    return min(chosen_layers(under.layers, attention, "layers of attention")) <= deepest
 
 
 @dataclass

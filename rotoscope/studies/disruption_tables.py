@@ -28,7 +28,7 @@ from rotoscope.studies.observe import Tables
 from rotoscope.tasks import find
 
 Done = Mapping[str, Tables]
-ITEMS = ["task", "variant", "arm", "id", "correct", "logprob", "answer", "gold", "prompt_tokens", "chance"]
+ITEMS = ["task", "variant", "arm", "id", "correct", "logprob", "answer", "gold", "prompt_tokens", "chance", "template"]
 
 
 def tables(lm: LM, of_size: Grid, done: Done, seed: int) -> dict[str, pd.DataFrame]:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from rotoscope.errors import BadInput
 
 SEEDS = range(2**32)
+BATCH_TOKENS = 2048
+"""Tokens of a batch of a task's items, at most; texts run one at a time."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +69,15 @@ class Options:
     disrupt: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        for name, like in (("tasks", "passkey:tokens=256"), ("disrupt", "top-2:positions=all")):
+            given = getattr(self, name)
+            several = isinstance(given, Iterable) and not isinstance(given, str)
+            texts = tuple(given) if several else (given,)
+            if wrong := [text for text in texts if not isinstance(text, str)]:
+                raise BadInput(f"{name} are texts such as {like!r}, not {wrong[0]!r}")
+            object.__setattr__(self, name, tuple(dict.fromkeys(texts)))
+        if "none" in self.disrupt and len(self.disrupt) > 1:
+            raise BadInput("disrupt: none leaves the grid out, so that no arm can be asked for beside it")
         if self.size not in SIZES:
             raise BadInput(f"size {self.size!r} is not one of {', '.join(SIZES)}")
         for name in ("texts", "tokens", "limit", "max_memory"):

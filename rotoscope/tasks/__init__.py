@@ -20,6 +20,7 @@ from rotoscope.tasks.gsm8k import GSM8K
 from rotoscope.tasks.imdb import IMDB
 from rotoscope.tasks.key_value import KeyValue
 from rotoscope.tasks.passkey import Passkey
+from rotoscope.tasks.rows import first_line, is_file
 from rotoscope.tasks.squad import Squad, SquadExact
 
 TASKS: dict[str, type[Task]] = {
@@ -70,10 +71,10 @@ def find(spec: str) -> Task:
 
         return data.from_file(None, rest)
     kind = TASKS.get(name) or _installed(name)
-    if kind.reads_files and rest and "=" not in rest:
+    if kind.reads_files and rest and ("=" not in rest or is_file(rest)):
         from rotoscope.tasks import data
 
-        return data.from_file(name, rest)
+        return data.from_file(kind, rest)
     return kind(**parameters(kind, rest))
 
 
@@ -91,7 +92,11 @@ def _installed(name: str) -> type[Task]:
     entry = _entry_points().get(name)
     if entry is None:
         raise BadInput(f"there is no task {name!r}; there are {', '.join(names())}, jsonl:FILE and lm_eval:NAME")
-    kind = entry.load()
+    try:
+        kind = entry.load()
+    except Exception as error:  # whatever the other package does wrong
+        why = first_line(error)
+        raise BadInput(f"the task {name!r}, installed as {entry.value}, cannot be loaded: {why}") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise BadInput(f"{entry.value}, installed as the task {name!r}, is not a rotoscope.tasks.Task")
     return kind

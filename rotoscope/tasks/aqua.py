@@ -30,10 +30,11 @@ class Aqua(DataTask):
 
     def example(self, row: Row, id: str) -> Example:
         """Each option on a line of its own, its letter first."""
-        if len(row["options"]) != len(LETTERS) or row["correct"] not in LETTERS:
+        options, right = row["options"], row["correct"]
+        if not isinstance(options, list) or len(options) != len(LETTERS) or right not in LETTERS:
             raise BadInput(f"{self.spec}, {id}: five options and a letter A-E as correct are needed")
-        texts = [o.removeprefix(f"{letter})").strip() for letter, o in zip(LETTERS, row["options"], strict=True)]
-        options = "\n".join(f"{letter}) {text}" for letter, text in zip(LETTERS, texts, strict=True))
+        texts = [o.removeprefix(f"{letter})").strip() for letter, o in zip(LETTERS, options, strict=True)]
+        lines = "\n".join(f"{letter}) {text}" for letter, text in zip(LETTERS, texts, strict=True))
         lead = "The right option is"
-        prompt = f"Question: {row['question'].strip()}\nOptions:\n{options}\nAnswer: {lead}"
-        return Example(id=id, prompt=prompt, gold=(row["correct"],), choices=LETTERS, lead=lead)
+        prompt = f"Question: {row['question'].strip()}\nOptions:\n{lines}\nAnswer: {lead}"
+        return Example(id=id, prompt=prompt, gold=(right,), choices=LETTERS, lead=lead)

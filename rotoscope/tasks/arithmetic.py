@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 
 from rotoscope.errors import BadInput
@@ -12,6 +13,7 @@ from rotoscope.model.lm import LM
 from rotoscope.tasks.base import Example, Task
 
 Terms = tuple[int, ...]
+LARGEST = 50
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Arithmetic(Task):
     Parameters
     ----------
     largest
-        Of the numbers to add, which start at 1.
+        Of the numbers to add, which start at 1; 2 to 50.
     shots
         Worked examples in front.
     given
@@ -41,11 +43,11 @@ class Arithmetic(Task):
     scoring = "exact"
 
     def __post_init__(self) -> None:
-        if self.largest < 2 or self.shots < 0 or self.given not in (0, 1):
-            raise BadInput("arithmetic: largest must be 2 or more, shots 0 or more, given 0 or 1")
+        if not 2 <= self.largest <= LARGEST or self.shots < 0 or self.given not in (0, 1):
+            raise BadInput(f"arithmetic: largest must be 2 to {LARGEST}, shots 0 or more, given 0 or 1")
 
     def examples(self, lm: LM, n: int, seed: int) -> list[Example]:
-        every = self._every()
+        every = _every(self.largest)
         found = []
         for terms in random.Random(seed).sample(every, min(n, len(every))):
             others = [other for other in every if sum(other) != sum(terms)]
@@ -57,14 +59,21 @@ class Arithmetic(Task):
         return found
 
     def chance(self, example: Example) -> float:
-        sums = Counter(map(sum, self._every()))
-        return max(sums.values()) / sums.total()
-
-    def _every(self) -> list[Terms]:
-        return list(product(range(1, self.largest + 1), repeat=3))
+        return _commonest(self.largest)
 
     def _question(self, terms: Terms) -> tuple[str, str]:
         total = " + ".join(map(str, terms))
         step = f" {terms[0] + terms[1]} + {terms[2]} =" if self.given else ""
         lead = f"{total} ={step}"
         return f"Question: What is {total}?\nAnswer: {lead}", lead
+
+
+def _every(largest: int) -> list[Terms]:
+    return list(product(range(1, largest + 1), repeat=3))
+
+
+@lru_cache
+def _commonest(largest: int) -> float:
+    """The share of the commonest sum."""
+    sums = Counter(map(sum, _every(largest)))
+    return max(sums.values()) / sums.total()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from rotoscope.errors import BadInput
 from rotoscope.tasks.base import Example, Knowledge, Scoring
 from rotoscope.tasks.data import DataTask
 from rotoscope.tasks.rows import Row, Source
+
+if TYPE_CHECKING:
+    from rotoscope.model.lm import LM
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,11 @@ class CNNDailyMail(DataTask):
         "highlights": "Rain floods the harbour .\nForty shops shut, no one hurt .",
     }
 
+    def examples(self, lm: LM, n: int, seed: int) -> list[Example]:
+        """As every task from data; what scores the answers is looked for before a model is run."""
+        _scorer()
+        return super().examples(lm, n, seed)
+
     def example(self, row: Row, id: str) -> Example:
         """The highlights as one line."""
         lead = "Summary:"
@@ -35,10 +43,13 @@ class CNNDailyMail(DataTask):
 
     def score(self, example: Example, answer: str) -> float:
         """0 to 1."""
-        try:
-            from rouge_score.rouge_scorer import RougeScorer
-        except ImportError:
-            raise BadInput("cnn_dailymail needs the package rouge-score: pip install 'rotoscope[eval]'") from None
         summary = answer.strip().split("\n\n")[0]
-        found = RougeScorer(["rougeL"], use_stemmer=True).score(example.gold[0], summary)
-        return float(found["rougeL"].fmeasure)
+        return float(_scorer().score(example.gold[0], summary)["rougeL"].fmeasure)
+
+
+def _scorer() -> Any:
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ImportError:
+        raise BadInput("cnn_dailymail needs the package rouge-score: pip install 'rotoscope[eval]'") from None
+    return RougeScorer(["rougeL"], use_stemmer=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
@@ -85,12 +86,12 @@ class DataTask(Task):
         return (index for index in chain.from_iterable(zip_longest(*shuffled)) if index is not None)
 
 
-def from_file(name: str | None, path: str) -> Task:
-    """The task of that name on the rows of a local file; without a name, items of the user's own.
+def from_file(kind: type[Task] | None, path: str) -> Task:
+    """A task on the rows of a local file; without a task, items of the user's own.
 
     Parameters
     ----------
-    name
+    kind
         A task from data, whose columns the file has; ``None`` for the columns prompt, answer and perhaps choices.
     path
         A ``.jsonl`` or ``.parquet`` file.
@@ -98,20 +99,30 @@ def from_file(name: str | None, path: str) -> Task:
     Raises
     ------
     BadInput
-        If the file is missing, unreadable, empty, or lacks a column; or the task does not read files.
+        If the file is missing, unreadable, empty, or lacks a column; if a row holds what the task cannot use; or if
+        the task does not read files.
     """
-    from rotoscope.tasks import TASKS
+    if kind is None:
+        kind = _own(path)
+    if not issubclass(kind, DataTask):
+        raise BadInput(f"{kind.name} makes its own items and reads no file")
+    task = kind(file=path)
+    for number, row in enumerate(task.rows(), 1):  # a fault anywhere in the file shows before a model is run
+        try:
+            task.example(row, f"row {number}")
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+            like = json.dumps(task.specimen, ensure_ascii=False)
+            raise BadInput(f"{path}, row {number}: not what {kind.name} reads; a row is like {like}") from None
+    return task
+
+
+def _own(path: str) -> type[Task]:
+    """Whether the user's items are answered freely or among choices."""
     from rotoscope.tasks.jsonl import Choices, Open
 
-    if name is None:
-        if not path:
-            raise BadInput("jsonl needs a file: jsonl:FILE, with the columns prompt, answer and perhaps choices")
-        kind: type[Task] = Choices if "choices" in local(path, Open.source.columns)[0] else Open
-    else:
-        kind = TASKS[name]
-    if not issubclass(kind, DataTask):
-        raise BadInput(f"{name} makes its own items and reads no file")
-    task = kind(file=path)
-    for index, row in enumerate(task.rows()):  # a fault anywhere in the file shows before a model is run
-        task.example(row, str(index))
-    return task
+    if not path:
+        raise BadInput("jsonl needs a file: jsonl:FILE, with the columns prompt, answer and perhaps choices")
+    among = [row.get("choices") is not None for row in local(path, Open.source.columns)]
+    if any(among) and not all(among):
+        raise BadInput(f"{path}, row {among.index(False) + 1}: no choices, which other rows have; make two files of it")
+    return Choices if all(among) else Open

@@ -11,21 +11,33 @@ from typing import Any
 
 import torch
 
+from rotoscope.errors import BadInput
 from rotoscope.model.lm import LM
 from rotoscope.model.prompts import takes
 from rotoscope.model.quiet import quiet
 
-# Everything by which a model's own settings could make greedy generation something else.
-_GREEDY = {
+# What a model's own settings could make greedy generation something else by.
+_GREEDY: dict[str, Any] = {
     "do_sample": False,
     "num_beams": 1,
+    "num_return_sequences": 1,
     "use_cache": True,
+    "cache_implementation": None,
     "min_length": 0,
     "repetition_penalty": 1.0,
     "no_repeat_ngram_size": 0,
     "encoder_repetition_penalty": 1.0,
     "renormalize_logits": False,
-}
+    "return_dict_in_generate": False,
+    "token_healing": False,
+    **dict.fromkeys(
+        (
+            "min_new_tokens", "max_time", "stop_strings", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens",
+            "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty",
+            "guidance_scale", "watermarking_config", "encoder_no_repeat_ngram_size", "prompt_lookup_num_tokens",
+        )
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,11 @@ class Scored:
 
 def score(lm: LM, rows: Sequence[Row], under: Any = None, batch_tokens: int = 2048) -> list[Scored]:
     """Every row, in their order, from batches of answers of one length: no row has padding after its text."""
+    if any(len(row.answer) > 1 for row in rows) and _all_previous(under):
+        raise BadInput(
+            "with scope all-previous, answers of several tokens cannot be scored in one forward: use scope prompt, "
+            "or a task that is judged by the first token"
+        )
     out: dict[int, Scored] = {}
     for batch in batches_of(rows, batch_tokens):
         told = list(_score(lm, [rows[i] for i in batch], under))
@@ -71,6 +88,12 @@ def score(lm: LM, rows: Sequence[Row], under: Any = None, batch_tokens: int = 20
             told = [scored for i in batch for scored in _score(lm, [rows[i]], under)]
         out |= zip(batch, told, strict=True)
     return [out[i] for i in range(len(rows))]
+
+
+def _all_previous(under: Any) -> bool:
+    """Whether an intervention changes every token but the last one of a forward, answers among them."""
+    parts = getattr(under, "parts", (under,))
+    return any(getattr(part, "scope", None) == "all-previous" for part in parts)
 
 
 def batches_of(rows: Sequence[Row], tokens: int) -> Iterator[list[int]]:

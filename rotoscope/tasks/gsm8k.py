@@ -29,11 +29,13 @@ class GSM8K(DataTask):
 
     def example(self, row: Row, id: str) -> Example:
         """The gold answer is the number alone, without thousands separators."""
-        _, mark, final = row["answer"].partition("####")
-        if not mark:
-            raise BadInput(f"{self.spec}, {id}: the column answer must end in '#### NUMBER'")
+        final = row["answer"].partition("####")[2].strip().replace(",", "")
+        try:
+            float(final)
+        except ValueError:
+            raise BadInput(f"{self.spec}, {id}: the column answer must end in '#### NUMBER'") from None
         prompt = f"Question: {row['question'].strip()}\nAnswer:"
-        return Example(id=id, prompt=prompt, gold=(final.strip().replace(",", ""),), lead="Answer:")
+        return Example(id=id, prompt=prompt, gold=(final,), lead="Answer:")
 
     def score(self, example: Example, answer: str) -> float:
         """1 or 0. What follows when a model goes on to a question of its own does not count."""

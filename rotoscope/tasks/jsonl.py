@@ -49,23 +49,23 @@ class Choices(DataTask):
         """As many choices as the row has."""
         gold, choices = _answers(self, row, id), _texts(row["choices"])
         if len(set(choices)) < 2 or len(set(choices)) < len(choices):
-            raise BadInput(f"{self.file}, row {id}: choices must be two or more different texts")
+            raise BadInput(f"{self.file}, {id}: choices must be two or more different texts")
         if len(gold) != 1 or gold[0] not in choices:
-            raise BadInput(f"{self.file}, row {id}: answer must be one of the choices")
+            raise BadInput(f"{self.file}, {id}: answer must be one of the choices")
         return Example(id=id, prompt=_prompt(self, row, id), gold=gold, choices=choices)
 
 
 def _prompt(task: DataTask, row: Row, id: str) -> str:
     prompt = row["prompt"]
     if not isinstance(prompt, str) or not prompt.strip():
-        raise BadInput(f"{task.file}, row {id}: prompt must be a text")
+        raise BadInput(f"{task.file}, {id}: prompt must be a text")
     return prompt.rstrip(" ")
 
 
 def _answers(task: DataTask, row: Row, id: str) -> tuple[str, ...]:
     answers = _texts(row["answer"])
     if not answers or not all(answers):
-        raise BadInput(f"{task.file}, row {id}: answer must be a text or a list of texts")
+        raise BadInput(f"{task.file}, {id}: answer must be a text or a list of texts")
     return answers
 
 

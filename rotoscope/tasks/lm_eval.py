@@ -12,7 +12,9 @@ intervention with commas is quoted: ``'intervention="disrupt:layers=3,5"'``.
 
 from __future__ import annotations
 
+import logging
 import random
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
@@ -21,9 +23,10 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from rotoscope.errors import BadInput
+from rotoscope.errors import BadInput, RotoscopeError
 from rotoscope.model.lm import evaluating
 from rotoscope.tasks.base import Example, Knowledge, Scoring, Task
+from rotoscope.tasks.rows import first_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,12 +43,19 @@ def register() -> None:
 
 
 def main() -> None:
-    """lm-eval's command, with ``--model rotoscope``."""
-    _need()
-    from lm_eval.__main__ import cli_evaluate
+    """lm-eval's command, with ``--model rotoscope``: one line and exit 2 for what a user can mend."""
+    # What optional packages say of their own kernels when they are imported is nothing that a user could mend here.
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        _need()
+        from lm_eval.__main__ import cli_evaluate
 
-    register()
-    cli_evaluate()
+        register()
+        cli_evaluate()
+    except RotoscopeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
 
 
 def task(name: str) -> LMEval:
@@ -188,8 +198,8 @@ def _tasks(name: str) -> list[Any]:
     """New objects each time: lm-eval keeps requests and answers in them."""
     try:
         return list(_manager(_is_file(name)).load([name])["tasks"].values())
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise BadInput(f"lm_eval:{name} cannot be loaded: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # a task's file may run any code
+        raise BadInput(f"lm_eval:{name} cannot be loaded: {first_line(error)}") from None
 
 
 def _first_filter(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

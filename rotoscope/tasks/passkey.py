@@ -27,7 +27,7 @@ class Passkey(Task):
     depth
         Share of the filler before the key, in percent; -1 spreads it evenly from 0 to 100 over the items.
     digits
-        Of the key; all of them must be right.
+        Of the key, 1 to 18; all of them must be right.
     """
 
     tokens: int = 128
@@ -42,8 +42,8 @@ class Passkey(Task):
     def __post_init__(self) -> None:
         if not -1 <= self.depth <= 100:
             raise BadInput(f"passkey: depth={self.depth} must be 0 to 100 percent, or -1 for all depths")
-        if self.digits < 1:
-            raise BadInput(f"passkey: digits={self.digits} must be 1 or more")
+        if not 1 <= self.digits <= 18:
+            raise BadInput(f"passkey: digits={self.digits} must be 1 to 18")
 
     def examples(self, lm: LM, n: int, seed: int) -> list[Example]:
         low, high = 10 ** (self.digits - 1), 10**self.digits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os.path
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +31,7 @@ def local(file: str, columns: Sequence[str]) -> list[Row]:
         If the file is missing, unreadable, empty, or lacks one of the columns.
     """
     path = Path(file).expanduser()
-    if not path.is_file():
+    if not is_file(file):
         raise BadInput(f"there is no file {file}; give a .jsonl or .parquet file with the columns {', '.join(columns)}")
     rows = _reader(path)(path)
     if not rows:
@@ -40,6 +41,16 @@ def local(file: str, columns: Sequence[str]) -> list[Row]:
             has = ", ".join(row) or "none"
             raise BadInput(f"{file}, row {number}: no {', '.join(missing)}; its columns: {has}")
     return rows
+
+
+def is_file(name: str) -> bool:
+    """Whether there is a file of this name; one that no file can have is none."""
+    return os.path.isfile(os.path.expanduser(name))  # Path.is_file raises where the name is too long
+
+
+def first_line(error: Exception) -> str:
+    """The first line of what an error says, or its kind where it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _reader(path: Path) -> Callable[[Path], list[Row]]:
@@ -80,7 +91,7 @@ def _parquet(path: Path) -> list[Row]:
     try:
         rows: list[Row] = ParquetFile(path).read().to_pylist()
     except (OSError, ArrowException) as error:
-        raise BadInput(f"{path} is no readable Parquet file: {str(error).splitlines()[0]}") from None
+        raise BadInput(f"{path} is no readable Parquet file: {first_line(error)}") from None
     return rows
 
 
@@ -99,6 +110,6 @@ def from_hub(name: str, source: Source) -> Sequence[Row]:
     try:
         rows: Sequence[Row] = load_dataset(source.id, source.config, split=source.split)
     except (OSError, ValueError, RuntimeError) as error:
-        why, columns = str(error).splitlines()[0], ", ".join(source.columns)
+        why, columns = first_line(error), ", ".join(source.columns)
         raise BadInput(f"{name}: {why}; give a local file, {name}:FILE.jsonl, with the columns {columns}") from None
     return rows

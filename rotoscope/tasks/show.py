@@ -51,12 +51,20 @@ class Checked:
 
 def listing() -> list[dict[str, str]]:
     """Every task that `rotoscope.tasks.find` knows: name, knowledge, scoring, metric, parameters, summary."""
-    rows = [_about(kind, kind.name) for kind in (*TASKS.values(), *_installed())]
-    return [*rows, _about(Open, "jsonl:FILE"), _about(LMEval, "lm_eval:NAME")]
+    rows = [_about(kind, kind.name) for kind in TASKS.values()]
+    return [*rows, *_installed(), _about(Open, "jsonl:FILE"), _about(LMEval, "lm_eval:NAME")]
 
 
-def _installed() -> Iterator[type[Task]]:
-    return (type(find(name)) for name in names() if name not in TASKS)
+def _installed() -> Iterator[dict[str, str]]:
+    """Tasks of other packages; one that cannot be loaded is listed with what is wrong, and the others stay."""
+    for name in names():
+        if name in TASKS:
+            continue
+        try:
+            yield _about(type(find(name)), name)
+        except BadInput as error:
+            unknown = dict.fromkeys(("knowledge", "scoring", "metric", "parameters"), "")
+            yield {"name": name, **unknown, "summary": str(error)}
 
 
 def _about(kind: type[Task], name: str) -> dict[str, str]:

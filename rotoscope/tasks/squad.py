@@ -31,7 +31,10 @@ class Squad(DataTask):
 
     def example(self, row: Row, id: str) -> Example:
         """Accepted answers once each, in the order of the data."""
-        gold = tuple(dict.fromkeys(row["answers"]["text"]))
+        texts = row["answers"]["text"]
+        if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+            raise BadInput(f"{self.spec}, {id}: the text of answers must be a list of texts")
+        gold = tuple(dict.fromkeys(texts))
         if not gold:
             raise BadInput(f"{self.spec}, {id}: a question without an answer; the task is SQuAD 1.1")
         prompt = f"{row['context'].strip()}\nQuestion: {row['question'].strip()}\nAnswer:"

@@ -69,7 +69,8 @@ def chart(result: Result) -> Drawn | None:
         .properties(width=width, height=200)
         .facet(column=alt.Column("set:N", title=None, sort=alt.EncodingSortField("place", op="min")), spacing=20)
     )
-    return Drawn(_reading(table, crossings), panels)
+    layers = len(result.tables["anatomy"]) if "anatomy" in result.tables else int(table["k"].max()) + 1
+    return Drawn(_reading(table, crossings, layers), panels)
 
 
 def crossing(table: pd.DataFrame) -> tuple[int, int, float] | None:
@@ -104,15 +105,14 @@ def _long(table: pd.DataFrame, sets: list[str], crossings: dict[str, tuple[int, 
     )
 
 
-def _reading(table: pd.DataFrame, crossings: dict[str, tuple[int, int, float] | None]) -> str:
-    last = int(table["k"].max())
+def _reading(table: pd.DataFrame, crossings: dict[str, tuple[int, int, float] | None], layers: int) -> str:
     said = []
     for kind, cross in crossings.items():
         own = table[table["set"] == kind].sort_values("k")
         if cross is not None:
             at = (
                 f"the donor's answer leads up to k = {cross[0]}, the original's from k = {cross[1]} on "
-                f"(crossing at {fixed(cross[2], 1)}, {percent(cross[2] / last)} of the layers)"
+                f"(crossing at {fixed(cross[2], 1)}, {percent(cross[2] / layers)} of the layers)"
             )
         elif own["donor"].iloc[-1] > own["original"].iloc[-1]:
             at = f"the donor's answer still leads at the deepest k tested ({own['k'].iloc[-1]})"

@@ -82,16 +82,12 @@ def matched(result: Result) -> pd.DataFrame:
     table = cells(result)
     if table.empty:
         return table
-    meant = table["task"].str.match(r"(in[-_]context[-_])?capitals(?!.*counterfactual)")
-    meant &= table["knowledge"].isin(list(_WHERE))
+    meant = table["task"].isin(("capitals", "capitals_in_context"))
     shown = (table["judged"].astype(bool) | table["words"].str.startswith(CONTROL)) & (table["group"] == "grid")
     table = table[meant & shown & (table["arm"] != "clean") & table["retention"].notna()]
-    # One parametric task for each length of filler: the plain one, where it was run.
-    length = table["variant"].map(filler)
-    longer = table["variant"].str.contains("facts=")
-    plain = set(zip(table.loc[~longer, "knowledge"], length[~longer], strict=True))
-    twice = [pair in plain for pair in zip(table["knowledge"], length, strict=True)]
-    table = table[~(longer & np.array(twice, dtype=bool))]
+    # One task of a kind for each length of filler: the plainest that was run.
+    plainest = table.assign(length=table["variant"].map(filler), more=table["variant"].str.len()).sort_values("more")
+    table = table.loc[plainest.drop_duplicates(["arm", "knowledge", "length"]).index.sort_values()]
     if set(table["knowledge"]) != set(_WHERE):
         return table.head(0)
     return table.assign(

@@ -66,8 +66,7 @@ def cells(result: Result) -> pd.DataFrame:
     words = arms(table)
     table = named(table)
     table = table.assign(words=table["arm"].map(words), rank=table["arm"].map(list(words).index))
-    # Rows of the clean model carry no retention in themselves: it is what the others are compared with.
-    lossy = table[(table["arm"] != "clean") & table["retention"].notna()]["place"]
+    lossy = table[table["retention"].notna()]["place"]  # the clean model's own is 1, or none at chance
     floor = ~table["place"].isin(set(lossy))
     retention = table["retention"].where(table["arm"] != "clean", np.where(floor, np.nan, 1.0))
     ends = {end: table[end].where(table["arm"] != "clean") for end in ("retention_low", "retention_high")}
