@@ -48,11 +48,16 @@ Texts = Annotated[int | None, typer.Option(help="Number of texts.")]
 Tokens = Annotated[int | None, typer.Option(help="Tokens of each text.")]
 TaskSpecs = Annotated[
     list[str] | None,
-    typer.Option("--task", help="NAME[:PARAMETER=VALUE], jsonl:FILE or lm_eval:NAME in place of the size's tasks."),
+    typer.Option(
+        "--task", help="NAME[:PARAMETER=VALUE], NAME:FILE, jsonl:FILE or lm_eval:NAME in place of the size's tasks."
+    ),
 ]
 Disrupt = Annotated[
     list[str] | None,
-    typer.Option("--disrupt", help="An arm such as top-2:positions=all, beside the judged ones; none: no disruption."),
+    typer.Option(
+        "--disrupt",
+        help="An arm such as top-2:positions=all in place of those shown beside the judged ones; none: no disruption.",
+    ),
 ]
 MaxMemory = Annotated[
     str | None, typer.Option("--max-memory", help="What capture may take beside the model, such as 500MB or 2GB.")
@@ -312,13 +317,25 @@ def _read_text(path: Path | None) -> str | None:
         raise BadInput(f"{path} is not UTF-8 text; convert it first") from None
 
 
+def _quiet() -> None:
+    """What optional packages say of their own kernels when they are imported is nothing that a user could mend here."""
+    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def lm_eval() -> None:
+    """Entry point of `rotoscope-lm-eval`: lm-eval's own command line, where the model `rotoscope` is known."""
+    _quiet()
+    from rotoscope.tasks.lm_eval import main
+
+    main()
+
+
 def main() -> None:
     """Entry point: one line and exit 2 for what a user can mend, 130 when interrupted."""
     # Threads that spin while they wait make every step many times slower on cores that others use too.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    # What optional packages say of their own kernels when they are imported is nothing that a user could mend here.
-    for name in ("torchao", "torch.utils._pytree", "bitsandbytes"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    _quiet()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a path, which need not be UTF-8, or a terminal that is not

@@ -224,7 +224,7 @@ REFUSED: dict[str, tuple[Case, str]] = {
     "no such command": (lambda p: ["divine"], "divine"),
     "no such option": (lambda p: p.audit("--divine"), "--divine"),
     # tasks
-    "fewer than no examples": (lambda p: ["tasks", "arithmetic", "-n", "-1"], "-1"),
+    "fewer than no examples": (lambda p: ["tasks", "arithmetic", "-n", "-1"], "--n"),
     "no task of that name": (lambda p: ["tasks", "capitols"], "capitols"),
     "disruption and none": (lambda p: p.audit("--disrupt", "none", "--disrupt", "top-2"), "none leaves the grid out"),
     # the doctor and the cache

@@ -20,7 +20,7 @@ from selenium.webdriver.support.ui import Select
 
 from rotoscope import report
 from rotoscope.report import labels
-from rotoscope.report.topics import TOPICS, depth_swap
+from rotoscope.report.topics import TOPICS, depth, depth_swap
 from rotoscope.results import Result
 
 MAIN = "Q + K: largest dim → token mean, all but position 0"
@@ -394,3 +394,17 @@ def test_fits_a_phone(driver: WebDriver, page: Path) -> None:
         assert driver.execute_script("return document.documentElement.scrollWidth") == 420
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_every_curve_is_drawn_in_its_own_panel() -> None:
+    """Charts place panels by counting rows of data: a task without one manipulation must not shift the others."""
+    table = pd.DataFrame(
+        [("a", 0, "x", 0, 1, True), ("a", 0, "y", 1, 2, True), ("b", 1, "y", 1, 3, True)],
+        columns=["label", "place", "words", "column", "k", "once"],
+    )
+    drawn = depth._every_panel(table)
+    assert set(zip(drawn.label, drawn.words, strict=True)) == {("a", "x"), ("a", "y"), ("b", "x"), ("b", "y")}
+    added = drawn[(drawn.label == "b") & (drawn.words == "x")].iloc[0]
+    assert (added.place, added.column, added.once) == (1, 0, False)
+    assert pd.isna(added.k)
+    assert len(drawn) == 4

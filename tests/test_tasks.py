@@ -316,7 +316,7 @@ def test_tasks_of_other_packages_are_found_and_loaded_only_when_named(monkeypatc
 
 def test_a_broken_task_of_another_package_harms_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> Any:
-        raise ModuleNotFoundError("No module named 'gone'\nmore")
+        raise ModuleNotFoundError("No module named 'gone'")
 
     entry = SimpleNamespace(name="broken", value="package:broken", load=fail)
     monkeypatch.setattr(tasks, "entry_points", lambda group: [entry])

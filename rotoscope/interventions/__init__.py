@@ -18,6 +18,8 @@ from rotoscope.interventions.swap import Swap
 
 _KINDS: tuple[type[Intervention], ...] = (Disrupt, Noise, Shuffle, Freeze, SkipAttention, Swap)
 
+from rotoscope.model.quiet import in_short
+
 INTERVENTIONS: dict[str, type[Intervention]] = {kind.name: kind for kind in _KINDS}
 """Every intervention by the name that users type."""
 
@@ -44,7 +46,11 @@ def _one(text: str) -> Intervention:
         if not found:
             known = ", ".join([*INTERVENTIONS, *(entry.name for entry in entry_points(group=GROUP))])
             raise BadInput(f"there is no intervention {name!r}; there are {known}")
-        kind = found[0].load()
+        try:
+            kind = found[0].load()
+        except Exception as error:  # whatever the other package does wrong
+            why = in_short(error)
+            raise BadInput(f"the intervention {name!r}, {found[0].value}, cannot be loaded: {why}") from None
         if not (isinstance(kind, type) and issubclass(kind, Intervention)):
             raise BadInput(f"{found[0].value}, installed as the intervention {name!r}, is not an Intervention")
     built: Intervention = kind(**arguments(kind, rest))

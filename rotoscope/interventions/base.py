@@ -162,7 +162,7 @@ def chosen_layers(layers: Layers, there: Collection[int], what: str) -> frozense
     """
     if layers is None:
         return frozenset(there)
-    some = [layers] if isinstance(layers, int) else list(layers)
+    some = list(layers) if isinstance(layers, Collection) else [layers]
     missing = [layer for layer in some if layer not in there]
     if missing or not some:
         said = f"layer {missing[0]} is none" if missing else "no layer was named"

@@ -46,7 +46,8 @@ class Disrupt(Intervention):
         ``prefill``: the prompt's tokens. ``prefill+decode``: the tokens that follow too, with the dims and values
         chosen in the prompt.
     seed : int
-        For random dims. They also depend on the prompt's tokens, so that prompts have different ones.
+        For random dims. They also depend on the prompt's tokens, so that prompts have different ones (with
+        ``inputs_embeds``, on the seed alone).
 
     Notes
     -----

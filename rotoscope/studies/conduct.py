@@ -20,6 +20,7 @@ from rotoscope.results import Result, merge, provenance
 from rotoscope.studies import texts
 from rotoscope.studies.observe import Tables
 from rotoscope.studies.options import BATCH_TOKENS, Options
+from rotoscope.tasks.rows import is_file
 
 
 class Study(Protocol):
@@ -106,8 +107,9 @@ def fingerprint(lm: LM, options: Options, studies: Sequence[Study]) -> dict[str,
 
 def _files(specs: Sequence[str]) -> dict[str, str]:
     """Digests of the files that tasks are read from, by spec."""
-    paths = {spec: Path(spec.partition(":")[2]).expanduser() for spec in specs}
-    return {spec: hashlib.sha256(path.read_bytes()).hexdigest() for spec, path in paths.items() if path.is_file()}
+    names = {spec: spec.partition(":")[2] for spec in specs}
+    paths = {spec: Path(name).expanduser() for spec, name in names.items() if is_file(name)}
+    return {spec: hashlib.sha256(path.read_bytes()).hexdigest() for spec, path in paths.items()}
 
 
 def weights_digest(model: torch.nn.Module) -> str:

@@ -46,6 +46,8 @@ def asked(lm: LM, wanted: Mapping[str, int], seed: int) -> tuple[list[Asked], di
             continue
         try:
             prompts = prepared(lm, task, n=n, seed=seed).prompts
+            if min(len(prompt.ids) for prompt in prompts) < 2:
+                raise BadInput(f"{spec}: a prompt of one token has no earlier ones to change; write longer prompts")
         except BadInput as error:
             refused[spec] = str(error)
             continue

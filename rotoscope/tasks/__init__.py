@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib.metadata import EntryPoint, entry_points
 
 from rotoscope.errors import BadInput
+from rotoscope.model.quiet import in_short
 from rotoscope.tasks.aqua import Aqua
 from rotoscope.tasks.arithmetic import Arithmetic
 from rotoscope.tasks.base import Example, Task, parameters
@@ -20,7 +21,7 @@ from rotoscope.tasks.gsm8k import GSM8K
 from rotoscope.tasks.imdb import IMDB
 from rotoscope.tasks.key_value import KeyValue
 from rotoscope.tasks.passkey import Passkey
-from rotoscope.tasks.rows import first_line, is_file
+from rotoscope.tasks.rows import is_file
 from rotoscope.tasks.squad import Squad, SquadExact
 
 TASKS: dict[str, type[Task]] = {
@@ -95,7 +96,7 @@ def _installed(name: str) -> type[Task]:
     try:
         kind = entry.load()
     except Exception as error:  # whatever the other package does wrong
-        why = first_line(error)
+        why = in_short(error)
         raise BadInput(f"the task {name!r}, installed as {entry.value}, cannot be loaded: {why}") from None
     if not (isinstance(kind, type) and issubclass(kind, Task)):
         raise BadInput(f"{entry.value}, installed as the task {name!r}, is not a rotoscope.tasks.Task")

@@ -12,7 +12,6 @@ intervention with commas is quoted: ``'intervention="disrupt:layers=3,5"'``.
 
 from __future__ import annotations
 
-import logging
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from rotoscope.errors import BadInput, RotoscopeError
 from rotoscope.model.lm import evaluating
+from rotoscope.model.quiet import in_short
 from rotoscope.tasks.base import Example, Knowledge, Scoring, Task
-from rotoscope.tasks.rows import first_line
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,9 +43,6 @@ def register() -> None:
 
 def main() -> None:
     """lm-eval's command, with ``--model rotoscope``: one line and exit 2 for what a user can mend."""
-    # What optional packages say of their own kernels when they are imported is nothing that a user could mend here.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         _need()
         from lm_eval.__main__ import cli_evaluate
@@ -199,7 +195,7 @@ def _tasks(name: str) -> list[Any]:
     try:
         return list(_manager(_is_file(name)).load([name])["tasks"].values())
     except Exception as error:  # a task's file may run any code
-        raise BadInput(f"lm_eval:{name} cannot be loaded: {first_line(error)}") from None
+        raise BadInput(f"lm_eval:{name} cannot be loaded: {in_short(error)}") from None
 
 
 def _first_filter(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rotoscope.errors import BadInput
+from rotoscope.model.quiet import in_short
 
 Row = Mapping[str, Any]
 
@@ -46,11 +47,6 @@ def local(file: str, columns: Sequence[str]) -> list[Row]:
 def is_file(name: str) -> bool:
     """Whether there is a file of this name; one that no file can have is none."""
     return os.path.isfile(os.path.expanduser(name))  # Path.is_file raises where the name is too long
-
-
-def first_line(error: Exception) -> str:
-    """The first line of what an error says, or its kind where it says nothing."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__)
 
 
 def _reader(path: Path) -> Callable[[Path], list[Row]]:
@@ -91,7 +87,7 @@ def _parquet(path: Path) -> list[Row]:
     try:
         rows: list[Row] = ParquetFile(path).read().to_pylist()
     except (OSError, ArrowException) as error:
-        raise BadInput(f"{path} is no readable Parquet file: {first_line(error)}") from None
+        raise BadInput(f"{path} is no readable Parquet file: {in_short(error)}") from None
     return rows
 
 
@@ -110,6 +106,6 @@ def from_hub(name: str, source: Source) -> Sequence[Row]:
     try:
         rows: Sequence[Row] = load_dataset(source.id, source.config, split=source.split)
     except (OSError, ValueError, RuntimeError) as error:
-        why, columns = first_line(error), ", ".join(source.columns)
+        why, columns = in_short(error), ", ".join(source.columns)
         raise BadInput(f"{name}: {why}; give a local file, {name}:FILE.jsonl, with the columns {columns}") from None
     return rows

@@ -74,7 +74,7 @@ def curves(result: Result) -> Drawn | None:
         ],
     )
     chart = (
-        alt.layer(margin, band, clean, guess, safe, line, dots, data=table)
+        alt.layer(margin, band, clean, guess, safe, line, dots, data=_every_panel(table))
         .properties(width=_WIDTH, height=_HEIGHT)
         .facet(
             row=alt.Row(
@@ -138,6 +138,15 @@ def _prepared(result: Result) -> pd.DataFrame:
     return table.merge(safe, on=_KEYS, how="left").fillna({"epsilon": EPSILON})
 
 
+def _every_panel(table: pd.DataFrame) -> pd.DataFrame:
+    """The table with an empty row for each task that a manipulation was not tried on: charts count panels by rows."""
+    rows, columns = (table[list(pair)].drop_duplicates() for pair in (("label", "place"), ("words", "column")))
+    there = set(zip(table["label"], table["words"], strict=True))
+    every = rows.merge(columns, how="cross")
+    missing = [pair not in there for pair in zip(every["label"], every["words"], strict=True)]
+    return pd.concat([table, every[missing].assign(once=False)], ignore_index=True)
+
+
 def _reading(table: pd.DataFrame) -> str:
     last = int(table["k"].max())
     said = []
@@ -163,19 +172,20 @@ _WHAT = (
     "Shuffle: each state's own coordinates are permuted. Freeze: from layer k on previous tokens keep the state they "
     "had there. Skip: from layer k on no token attends at all. k = number of layers changes nothing."
 )
+_FEW = " (with fewer than 100 items, that of the log-likelihood lost below 0.1 nats besides)"
 TOPIC = Topic(
     "depth",
     "Depth: up to which layer earlier tokens matter",
-    "The states of all tokens but the last are disturbed from layer k on. Where an answer survives, it no longer "
-    "needed them, and prefill could have stopped there.",
+    "The states of all tokens but the last are disturbed at the input of layer k, or held or cut off from there on. "
+    "Where an answer survives, it no longer needed them; where it survives freezing, prefill could have stopped there.",
     (
         Plot(
             "depth-curves",
-            "What survives a disturbance from layer k on",
+            "What survives a disturbance at layer k",
             f"{_WHAT} Blue: the measure chosen, with its 95 % interval as a band (Wilson for accuracy; paired change "
             "against clean, in nats, for log-likelihood). Dashed: the clean model. Dotted: chance. Green: within ε of "
             "clean, a loss that counts as none. Orange line: safe depth, the smallest k from which on the upper bound "
-            "of the loss stays below ε; no line: none below the last layer. Hover for n.",
+            f"of the loss stays below ε{_FEW}; no line: none below the last layer. Hover for n.",
             ("depth",),
             curves,
         ),
@@ -183,8 +193,8 @@ TOPIC = Topic(
             "depth-safe",
             "Safe depths",
             "Safe k: at it and at all deeper k tested, the upper 95 % bound (Agresti-Min) of the loss in accuracy "
-            "against clean, on the same items, is below ε. Share: k / number of layers. Δ log-likelihood: of the gold "
-            "answer at that k. Where there is none, the reason. Click a column head to sort.",
+            f"against clean, on the same items, is below ε{_FEW}. Share: k / number of layers. Δ log-likelihood: of "
+            "the gold answer at that k. Where there is none, the reason. Click a column head to sort.",
             ("safe_depth",),
             safe_depths,
         ),

@@ -59,8 +59,8 @@ TOPIC = Topic(
         Listing(
             "disrupt-outputs",
             "Answers, clean against disrupted",
-            f"Greedy answers to the same prompts. {_RIGHT} right, {_WRONG} wrong, as the task scores them; ↵ is a line "
-            "break. Click an arm to sort its wrong answers to the top.",
+            f"Greedy answers to the same prompts, whatever the task is scored by. {_RIGHT} begins with an accepted "
+            f"answer, {_WRONG} does not; ↵ is a line break. Click an arm to sort its wrong answers to the top.",
             ("outputs",),
             outputs,
         ),
