@@ -15,10 +15,9 @@ from rotoscope.interventions.shuffle import Shuffle
 from rotoscope.interventions.skip import SkipAttention
 from rotoscope.interventions.spec import arguments
 from rotoscope.interventions.swap import Swap
+from rotoscope.model.quiet import in_short
 
 _KINDS: tuple[type[Intervention], ...] = (Disrupt, Noise, Shuffle, Freeze, SkipAttention, Swap)
-
-from rotoscope.model.quiet import in_short
 
 INTERVENTIONS: dict[str, type[Intervention]] = {kind.name: kind for kind in _KINDS}
 """Every intervention by the name that users type."""
