@@ -20,7 +20,7 @@ from rotoscope.interventions.sweep import Prompts, Sweep
 from rotoscope.model.lm import LM, evaluating
 from rotoscope.model.prompts import takes
 from rotoscope.studies.depth_plan import NOISE_BUT_0, Plan, depths, manipulations, plan
-from rotoscope.studies.items import Asked, asked, slug
+from rotoscope.studies.items import Asked, asked, runs, slug
 from rotoscope.studies.observe import Tables
 from rotoscope.studies.options import BATCH_TOKENS, Options
 from rotoscope.studies.swap_pairs import SETS, Side, chosen
@@ -33,7 +33,7 @@ CLEAN = "clean"
 # Token-forwards per token and depth, from `benchmarks/sweep.py`: what is above layer k, and how much of it runs.
 _SHARE = {"freeze": 0.14, "skip": 0.06}
 _RESUMED = 0.55
-_PREFILL_TOKENS, _ROUNDS = 512, 3
+_PREFILL_TOKENS, _ROUNDS = (512, 256, 128, 64, 32), 3
 _ROWS = 8
 """Tokens of a batch for each row that the skip sweep runs at once."""
 
@@ -47,7 +47,7 @@ def cells(lm: LM, options: Options) -> list[Cell]:
     out = [_swept(task, manipulations(of_size, layers, task.spec), options) for task in tasks]
     out += [_swapped(name, of_size, layers, options) for name in SETS]
     ks = sorted({layers // 4, layers // 2, 3 * layers // 4})
-    tokens = min(_PREFILL_TOKENS, (lm.trained_length or _PREFILL_TOKENS) - 1)
+    tokens = next((n for n in _PREFILL_TOKENS if runs(lm, n + 1)), 2)
     cost = _ROUNDS * tokens * (len(ks) + 1.0)
     return [*out, Cell(COST, prefill, {"ks": ks, "tokens": tokens, "seed": options.seed}, cost, optional=True)]
 

@@ -6,9 +6,13 @@ import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
 
 from rotoscope.errors import BadInput
-from rotoscope.model.lm import LM
+from rotoscope.model.lm import LM, evaluating
 from rotoscope.tasks import find
 from rotoscope.tasks.evaluate import prepared
 
@@ -51,8 +55,31 @@ def asked(lm: LM, wanted: Mapping[str, int], seed: int) -> tuple[list[Asked], di
         except BadInput as error:
             refused[spec] = str(error)
             continue
+        longest = max(len(prompt.ids) for prompt in prompts) + task.new_tokens
+        if lm.trained_length is None and not runs(lm, longest):
+            refused[spec] = f"{spec} takes {longest} tokens, more than {lm.source} runs on"
+            continue
         out.append(Asked(spec, len(prompts), sum(len(prompt.ids) for prompt in prompts)))
     return out, refused
+
+
+def runs(lm: LM, tokens: int) -> bool:
+    """Whether a model runs so many tokens; tried, once, only where its trained length is not known."""
+    if lm.trained_length is not None:
+        return tokens <= lm.trained_length
+    known = _RUNS.setdefault(lm.model, {})
+    if tokens not in known:
+        ids = torch.zeros(1, tokens, dtype=torch.long, device=lm.device)
+        try:
+            with torch.no_grad(), evaluating(lm.model):
+                lm.model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+            known[tokens] = True
+        except (RuntimeError, IndexError):  # a table of positions, or of distances, ends before
+            known[tokens] = False
+    return known[tokens]
+
+
+_RUNS: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
 
 
 def slug(*parts: str) -> str:
