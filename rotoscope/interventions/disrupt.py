@@ -134,14 +134,14 @@ class _Part:
         if not bool(prompt.all()):  # padding may hold NaN, which no weight of 0 takes away
             exact = exact.masked_fill(~prompt[:, None, :, None], 0)
         n = prompt.sum(-1).clamp_min(1)[:, None, None].to(exact.dtype)
-        total, squares = _sums(exact, prompt)
+        (total, squares), changed = _sums(exact, prompt, where)
         draw = None
         if self._selection.random:
             seeds = self._run.seeds(x.shape[0], self._how.seed, *key)
             draw = uniform(seeds, (x.shape[1], x.shape[3]), x.device)
         magnitude = (squares / n).sqrt()
         value = self._value(exact, prompt, total / n, magnitude, draw)
-        size = _size(exact, where, magnitude, value)
+        size = _size(changed, where, magnitude, value)
         weights = self._selection.weights(size, draw)
         self._run.measure(
             change=(size.change * weights.square()).sum().item(), energy=size.energy.sum().item(),
@@ -194,16 +194,17 @@ class Both(Queries, Keys):
     """Both on one tap, with the choices of one block."""
 
 
-def _sums(x: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """``Σ x`` and ``Σ x²`` over some tokens ``[batch, tokens]``, each ``[batch, heads, dims]``."""
-    weight = where[:, None, None].to(x.dtype)
+def _sums(x: Tensor, *some: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """``Σ x`` and ``Σ x²`` over each of some sets of tokens ``[batch, tokens]``, both ``[batch, heads, dims]``."""
+    weights = torch.stack(some, 1)[:, None].to(x.dtype).expand(-1, x.shape[1], -1, -1)
     # As matrix products: no masked copies, and a sum of one token is that token, exactly.
-    total, squares = (weight.expand(-1, x.shape[1], -1, -1) @ y for y in (x, x.square()))
-    return total[:, :, 0], squares[:, :, 0]
+    total, squares = weights @ x, weights @ x.square()
+    return [(total[:, :, i], squares[:, :, i]) for i in range(len(some))]
 
 
-def _size(x: Tensor, where: Tensor, magnitude: Tensor, value: Tensor) -> Size:
-    total, squares = (y.double() for y in _sums(x, where))
+def _size(sums: tuple[Tensor, Tensor], where: Tensor, magnitude: Tensor, value: Tensor) -> Size:
+    """What a selection is made from; ``sums`` are those over the tokens ``where``."""
+    total, squares = (x.double() for x in sums)
     n = where.sum(-1)[:, None, None]
     change = (squares - 2 * value.double() * total + n * value.double().square()).clamp_min(0)
-    return Size(magnitude, change.to(x.dtype), squares.to(x.dtype))
+    return Size(magnitude, change.to(magnitude.dtype), squares.to(magnitude.dtype))
