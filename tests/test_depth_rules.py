@@ -88,7 +88,8 @@ def test_d1(noise: int, freeze: int, verdict: str) -> None:
     claim = d1((safe_from(noise), safe_from(freeze)))
     assert claim.verdict == verdict
     assert claim.value == pytest.approx(max(noise, freeze) / LAYERS)
-    assert claim.reason == f"safe from {noise / LAYERS:.2f} L under noise, {freeze / LAYERS:.2f} L under freeze"
+    told = f"safe from {noise / LAYERS:.2f} L under noise, {freeze / LAYERS:.2f} L under freeze"
+    assert claim.reason == told + " (1.00: at no depth tested)" * (max(noise, freeze) == LAYERS)
 
 
 def test_d1_is_the_median_over_tasks_of_the_worse_of_the_two() -> None:

@@ -98,7 +98,7 @@ GRIDS = {
         judged={**_both(0, 40), _EQUAL: 60, _IN_CONTEXT: 60, "passkey": 20},
         shown={**_both(0, 40), "passkey": 20},
         arms=FEW_SHOWN,
-        outputs=2,
+        outputs=1,
     ),
     "standard": Grid(
         judged={**_both(0, 60), **_both(48, 60), _EQUAL: 100, _IN_CONTEXT: 100, **_SHORT},

@@ -141,7 +141,8 @@ def _d1(judged: Curves, reason: str, seed: int) -> Claim:
         both = float(_median(lambda c: worst(c, factor), judged))
         freeze = float(_median(lambda c: worst(c, factor, ("freeze",)), judged))
         noise = float(_median(lambda c: worst(c, factor, ("noise",)), judged))
-        why = _with(f"safe from {noise:.2f} L under noise, {freeze:.2f} L under freeze", reason)
+        none = " (1.00: at no depth tested)" if both == 1 else ""
+        why = _with(f"safe from {noise:.2f} L under noise, {freeze:.2f} L under freeze{none}", reason)
         if both <= 0.70:
             return "holds", why
         return ("partly" if both <= 0.85 or freeze <= 0.70 else "fails"), why
@@ -183,7 +184,7 @@ def _d4(judged: Curves, reason: str, seed: int) -> Claim:
 
     def decide(factor: float) -> Ruling:
         share = float(_median(lambda c: _share(c["skip"], factor), judged))
-        why = _with(f"safe from {share:.2f} L", reason)
+        why = _with(f"safe from {share:.2f} L{' (at no depth tested)' if share == 1 else ''}", reason)
         return ("holds" if share <= 0.70 else "partly" if share <= 0.90 else "fails"), why
 
     drawn = _median(lambda c: _drawn(c["skip"], seed), judged)

@@ -19,16 +19,18 @@ NOISE_BUT_0 = "noise-but-0"
 
 @dataclass(frozen=True)
 class Plan:
-    """Items of each task, whether noise and swap take 10 depths or all, and pairs of each swap set."""
+    """Items of each task, pairs of each swap set, whether noise and swap take 10 depths or all, and what else is tried:
+    shuffling, and noise with position 0 exempt."""
 
     tasks: Mapping[str, int]
     pairs: int
     some: int | None = 10
     shuffle: bool = False
+    exempt: bool = True
 
 
 PLANS = {
-    "quick": Plan({"capitals": 64}, pairs=40),
+    "quick": Plan({"capitals": 64}, pairs=40, exempt=False),
     "standard": Plan(
         {"capitals": 100, "arithmetic:shots=2": 40, "counterfactual_capitals": 40, "passkey:tokens=256": 20}, pairs=60
     ),
@@ -54,7 +56,7 @@ def plan(options: Options) -> Plan:
     tasks = {find(text).spec: n for text in options.tasks} if options.tasks else of_size.tasks
     limit = options.limit or 10**9
     bounded = {spec: min(n, limit) for spec, n in tasks.items()}
-    return Plan(bounded, min(of_size.pairs, limit), of_size.some, of_size.shuffle)
+    return Plan(bounded, min(of_size.pairs, limit), of_size.some, of_size.shuffle, of_size.exempt)
 
 
 def depths(layers: int, some: int | None) -> list[int]:
@@ -70,6 +72,6 @@ def manipulations(of_size: Plan, layers: int, spec: str) -> dict[str, Sequence[i
     out: dict[str, Sequence[int]] = {"freeze": every, "skip": every, "noise": few}
     if of_size.shuffle:
         out["shuffle"] = few
-    if spec == "capitals":
+    if of_size.exempt and spec == "capitals":
         out[NOISE_BUT_0] = few
     return out
