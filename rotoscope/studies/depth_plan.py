@@ -32,12 +32,12 @@ class Plan:
 PLANS = {
     "quick": Plan({"capitals": 64}, pairs=40, exempt=False),
     "standard": Plan(
-        {"capitals": 100, "arithmetic:shots=2": 40, "counterfactual_capitals": 40, "passkey:tokens=256": 20}, pairs=60
+        {"capitals": 100, "arithmetic:shots=1": 40, "counterfactual_capitals": 40, "passkey:tokens=256": 20}, pairs=60
     ),
     "full": Plan(
         {
             "capitals": 100,
-            "arithmetic:shots=2": 100,
+            "arithmetic:shots=1": 100,
             "counterfactual_capitals": 100,
             "key_value": 100,
             "passkey:tokens=256": 40,
