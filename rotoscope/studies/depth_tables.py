@@ -15,10 +15,9 @@ from rotoscope.stats import intervals, paired
 from rotoscope.stats.curves import Curve
 from rotoscope.studies.depth_cells import CLEAN, COST, SWAP, TASK
 from rotoscope.studies.depth_plan import ENOUGH, EPSILON, NATS
-from rotoscope.studies.items import slug
+from rotoscope.studies.items import labels, slug
 from rotoscope.studies.observe import Tables
 from rotoscope.studies.swap_pairs import SETS
-from rotoscope.tasks import find
 
 Done = Mapping[str, Tables]
 WHOSE = ("original", "donor", "other")
@@ -51,6 +50,7 @@ def depth(found: Mapping[str, Mapping[str, Curve]], seed: int) -> pd.DataFrame:
     """One row per task, manipulation and depth, with intervals; ``k = L`` is the clean model."""
     rows: list[dict[str, Any]] = []
     for spec, by_name in found.items():
+        named = labels(spec)
         for name, curve in by_name.items():
             ends = (*zip(curve.ks, curve.changed.T, curve.changed_logprob.T, strict=True),)
             for k, right, logprob in (*ends, (curve.layers, curve.clean, curve.logprob)):
@@ -59,7 +59,7 @@ def depth(found: Mapping[str, Mapping[str, Curve]], seed: int) -> pd.DataFrame:
                 loss = intervals.agresti_min(curve.clean, right)
                 rows.append(
                     {
-                        **_labels(spec), "manipulation": name, "k": int(k), "n": curve.n, "accuracy": value,
+                        **named, "manipulation": name, "k": int(k), "n": curve.n, "accuracy": value,
                         "low": low, "high": high, "chance": curve.chance, "clean": float(curve.clean.mean()),
                         "loss": float(curve.clean.mean() - value), "loss_low": loss.low, "loss_high": loss.high,
                         "logprob": float(logprob.mean()), "dlogprob": change, "dlogprob_low": change_low,
@@ -73,12 +73,13 @@ def safe_depth(found: Mapping[str, Mapping[str, Curve]]) -> pd.DataFrame:
     """The smallest depth from which on nothing more than `EPSILON` is lost, per task and manipulation."""
     rows = []
     for spec, by_name in found.items():
+        named = labels(spec)
         for name, curve in by_name.items():
             k, reason = safe(curve)
             there = curve.ks == k
             rows.append(
                 {
-                    **_labels(spec), "manipulation": name, "k": k, "share": k / curve.layers,
+                    **named, "manipulation": name, "k": k, "share": k / curve.layers,
                     "loss": _at(curve.clean.mean() - curve.changed.mean(0), there),
                     "loss_high": _at(curve.loss_high, there),
                     "dlogprob": _at((curve.changed_logprob - curve.logprob[:, None]).mean(0), there), "n": curve.n,
@@ -162,8 +163,3 @@ def _shares(lm: LM) -> Iterator[float]:
             yield np.nan  # packed weights do not tell how many they are
         else:
             yield min(1.0, width * projected / weights) if anatomy.kind == "attention" and weights else 1.0
-
-
-def _labels(spec: str) -> dict[str, str]:
-    task = find(spec)
-    return {"task": task.name, "variant": task.variant}

@@ -23,7 +23,7 @@ from rotoscope.studies.disruption import (
     cell_name,
     layer_arms,
 )
-from rotoscope.studies.items import slug
+from rotoscope.studies.items import labels, slug
 from rotoscope.studies.observe import Tables
 from rotoscope.tasks import find
 
@@ -80,8 +80,7 @@ def _measured(done: Done, folder: str, spec: str, arm: Arm) -> dict[str, float]:
 
 
 def _labels(spec: str) -> dict[str, str]:
-    task = find(spec)
-    return {"task": task.name, "variant": task.variant, "knowledge": task.knowledge}
+    return {**labels(spec), "knowledge": find(spec).knowledge}
 
 
 def _grid_rows(
@@ -155,5 +154,5 @@ def _by_arm(done: Done, folder: str, table: str, arms: Sequence[Arm], of_size: G
         frame = found[table].assign(arm=arm.label)
         if folder == OUTPUTS:
             spec = next(s for s in (*of_size.judged, *of_size.shown) if slug(s) in parts)
-            frame = frame.assign(**{k: v for k, v in _labels(spec).items() if k != "knowledge"})
+            frame = frame.assign(**labels(spec))
         yield frame

@@ -82,6 +82,12 @@ def runs(lm: LM, tokens: int) -> bool:
 _RUNS: WeakKeyDictionary[Any, dict[int, bool]] = WeakKeyDictionary()
 
 
+def labels(spec: str) -> dict[str, str]:
+    """The columns that name a task in tables."""
+    task = find(spec)
+    return {"task": task.name, "variant": task.variant}
+
+
 def slug(*parts: str) -> str:
     """Part of a cell's name from a task's spec or an arm's label; different texts give different names."""
     return "-".join(_slug(part) for part in parts)
