@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rotoscope.controls.commands import app as controls
 from rotoscope.errors import BadInput, RotoscopeError
 
 if TYPE_CHECKING:
@@ -31,9 +32,11 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
+app.add_typer(controls, name="controls")
+
 INTERRUPTED = 130
 
-Model = Annotated[str, typer.Argument(help="demo, a hub id, a folder, or a .gguf file.")]
+Model = Annotated[str, typer.Argument(help="demo, control:rope, a hub id, a folder, or a .gguf file.")]
 Out = Annotated[Path | None, typer.Option(help="Directory for report, tables and claims [runs/COMMAND-MODEL].")]
 Size = Annotated[str, typer.Option(help="quick, standard or full.")]
 Seed = Annotated[int, typer.Option(help="Every random choice derives from it.")]
@@ -59,6 +62,11 @@ Disrupt = Annotated[
         help="An arm such as top-2:positions=all in place of those shown beside the judged ones; none: no disruption.",
     ),
 ]
+Perturb = Annotated[
+    bool, typer.Option("--perturb", help="Of the causal parts run this one: reordered text and shifted positions (P5).")
+]
+Replace = Annotated[bool, typer.Option("--replace", help="… the fit in place of the logits (P4).")]
+Length = Annotated[bool, typer.Option("--length", help="… texts past the trained length (P6).")]
 MaxMemory = Annotated[
     str | None, typer.Option("--max-memory", help="What capture may take beside the model, such as 500MB or 2GB.")
 ]
@@ -73,7 +81,11 @@ Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a h
 Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a hub model to run its own code.")]
 
 
-_ONLY = {"task": ("audit", "massive", "depth"), "disrupt": ("audit", "massive")}
+_ONLY = {
+    "task": ("audit", "massive", "depth"),
+    "disrupt": ("audit", "massive"),
+    **dict.fromkeys(("perturb", "replace", "length"), ("position",)),
+}
 """The commands that have an option; all have those that are not named."""
 
 
@@ -96,6 +108,9 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
         tokens: Tokens = None,
         task: TaskSpecs = None,
         disrupt: Disrupt = None,
+        perturb: Perturb = False,
+        replace: Replace = False,
+        length: Length = False,
         max_memory: MaxMemory = None,
         trained_length: Trained = None,
         revision: Revision = None,
@@ -104,12 +119,14 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
     ) -> None:
         from rotoscope.studies import STUDIES, Options
         from rotoscope.studies.memory import parse_bytes
+        from rotoscope.studies.options import PARTS
 
         if engine != "local":
             raise BadInput(f"engine {engine!r} is not available; use --engine local")
         bound = None if max_memory is None else parse_bytes(max_memory)
+        parts = tuple(part for part in PARTS if {"perturb": perturb, "replace": replace, "length": length}[part])
         options = Options(
-            size, seed, texts, tokens, limit, _read_text(text), bound, tuple(task or ()), tuple(disrupt or ())
+            size, seed, texts, tokens, limit, _read_text(text), bound, tuple(task or ()), tuple(disrupt or ()), parts
         )
         chosen = list(STUDIES.values()) if name == "audit" else [STUDIES[name]]
         loading = {
@@ -129,7 +146,7 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
 
 
 _study_command("audit", "Run all studies on a model and write the report.", "quick")
-_study_command("position", "Are attention logits position + semantics? Claims P1-P3.", "standard")
+_study_command("position", "Are attention logits position + semantics? Claims P1-P6.", "standard")
 _study_command(
     "massive", "Where do massive values sit in Q, K and V, and what breaks without them? Claims M1-M4.", "standard"
 )

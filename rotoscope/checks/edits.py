@@ -14,7 +14,17 @@ from torch import nn
 from rotoscope.checks.bench import LEFT, Bench, Check, Measure, apart
 from rotoscope.checks.forwards import in_steps
 from rotoscope.errors import Refused
-from rotoscope.interventions import Disrupt, Freeze, Noise, Shuffle, SkipAttention, shallow_prefill
+from rotoscope.interventions import (
+    Disrupt,
+    DistanceCap,
+    Freeze,
+    LambdaMask,
+    Noise,
+    ShiftPositions,
+    Shuffle,
+    SkipAttention,
+    shallow_prefill,
+)
 from rotoscope.model import residual
 from rotoscope.model.call import AttentionCall
 from rotoscope.model.lm import LM
@@ -25,6 +35,7 @@ FELT = "a real change is felt"
 REACHED = "an edit of each layer is felt"
 RESTORED = "the model is put back"
 SHALLOW = "a shallow prefill equals freezing"
+_FAR = 10**6  # no two tokens of a probe are further apart
 
 Trial = Callable[[LM, bool], AbstractContextManager[Any]]
 
@@ -72,6 +83,9 @@ TRIALS: dict[str, Trial] = {
     "shuffle": lambda lm, real: Shuffle(_at(lm, real)).on(lm),
     "freeze": lambda lm, real: Freeze(_at(lm, real)).on(lm),
     "skip": lambda lm, real: SkipAttention(_at(lm, real)).on(lm),
+    "lambda-mask": lambda lm, real: LambdaMask(2 if real else _FAR, first=1).on(lm),
+    "distance-cap": lambda lm, real: DistanceCap(1 if real else _FAR).on(lm),
+    "shift": lambda lm, real: ShiftPositions("jitter", mean=2.0 if real else 0.0).on(lm),
 }
 """By name, what changes a model while a block is open: for real, or by nothing. All of them are tried."""
 

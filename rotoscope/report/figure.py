@@ -76,12 +76,30 @@ class Listing:
 
 @dataclass(frozen=True)
 class Topic:
-    """One section of the report."""
+    """One section of the report.
+
+    Attributes
+    ----------
+    id, title, intro
+        Anchor, heading, and the sentences below it.
+    parts
+        Figures and listings in order.
+    optional
+        Whether parts whose tables this run does not have are left out without a word, and the whole section with the
+        last of them. Else the report says in their place what is missing.
+    """
 
     id: str
     title: str
     intro: str
     parts: tuple[Plot | Listing, ...]
+    optional: bool = False
+
+    def shown(self, result: Result) -> tuple[Plot | Listing, ...]:
+        """The parts that have a place in the report of this result."""
+        if not self.optional:
+            return self.parts
+        return tuple(part for part in self.parts if all(name in result.tables for name in part.tables))
 
 
 @dataclass(frozen=True)

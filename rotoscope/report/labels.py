@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 
 import pandas as pd
 
@@ -20,6 +21,56 @@ MANIPULATIONS = {
     "skip": "skip attention",
 }
 """What is done to the previous tokens, in the order shown."""
+
+VARIANTS = {"rope": "RoPE", "learned": "learned table", "alibi": "ALiBi", "none": "no positions"}
+"""How positions enter the matched controls, in the order shown."""
+
+PERTURBATIONS = {
+    "swap-adjacent": "swap neighbours",
+    "swap-arbitrary": "swap any tokens",
+    "jitter-adjacent": "jitter position ids, by 1",
+    "jitter-arbitrary": "jitter position ids, as far as swaps",
+    "rotate-arbitrary": "turn Q and K as far, layer by layer",
+}
+"""What is done to a share of the tokens, in the order shown."""
+
+REPLACEMENTS = {
+    "clean": "the model as it is",
+    "full": "real logits (check)",
+    "form1": "form 1: f + g",
+    "form2": "form 2: a + b + c",
+    "form2-causal": "◇ form 2, fitted to the text itself",
+    "permuted": "◆ form-1 residual permuted",
+    "f": "f alone (position)",
+    "g": "g alone (content)",
+    "form1-random-means": "form 1, means of random weights",
+}
+"""What stands in place of the logits, in the order shown."""
+
+EXTENSIONS = {
+    "plain": "plain RoPE",
+    "lambda": "Λ-mask",
+    "cap": "distance cap",
+    "lambda+cap": "Λ-mask + distance cap",
+    "dynamic-ntk": "dynamic NTK",
+    "yarn": "YaRN",
+    "reference": "reference: the last tokens alone",
+}
+"""What is done about lengths past the trained one, in the order shown."""
+
+QUANTITIES = {
+    "form1_within": "form 1 r, within query",
+    "residual": "form 1 residual",
+    "massive_energy_q": "massive energy share, Q",
+    "massive_energy_k": "massive energy share, K",
+    "entropy": "attention entropy (nats)",
+    "sink_mass": "attention to position 0",
+    "freeze_damage": "freeze damage",
+    "skip_damage": "skip damage",
+    "freeze_step": "freeze damage, this layer’s part",
+    "skip_step": "skip damage, this layer’s part",
+}
+"""What is compared over layers, in the order shown."""
 
 CONTROL, SHOWN = "◆", "◇"
 """Marks of the change-matched control, and of arms that are shown but decide no verdict."""
@@ -44,10 +95,27 @@ def within(low: float, high: float) -> str:
     return f"95 % {percent(low)} to {percent(high)}".replace("-", "−")
 
 
+def signed(value: float, low: float, high: float, digits: int = 2) -> str:
+    """A difference with its 95 % interval, in words: `+1.60 (95 % +0.90 to +2.30)`."""
+    text = f"{value:+.{digits}f} (95 % {low:+.{digits}f} to {high:+.{digits}f})"
+    return text.replace("-", "−")
+
+
 def sizes(table: pd.DataFrame) -> str:
     """How many items a table's rows rest on: `60 items a task`, or the range where tasks differ."""
     low, high = int(table["n"].min()), int(table["n"].max())
     return f"{low} items a task" if low == high else f"{low} to {high} items a task"
+
+
+def worded(table: pd.DataFrame, column: str, words: Mapping[str, str]) -> pd.DataFrame:
+    """The table with `column` in words (`words`) and its place in line (`rank`), sorted by it.
+
+    The order is that of the words, then of the names that have none, which stand as they are.
+    """
+    known = {**words, **{str(name): str(name) for name in table[column] if name not in words}}
+    order = list(known)
+    names = table[column].astype(str)
+    return table.assign(words=names.map(known), rank=names.map(order.index)).sort_values("rank", kind="stable")
 
 
 def task_words(task: str, variant: str, *, filled: bool = False) -> str:

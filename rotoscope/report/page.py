@@ -81,7 +81,11 @@ def render(result: Result) -> str:
         claims=scorecard.rows(result),
         tally=scorecard.tally(result.scorecard()),
         headline=[(str(name), _plain(value)) for name, value in result.headline.items()],
-        sections=[(topic, [_part(part, result, drawn) for part in topic.parts]) for topic in TOPICS],
+        sections=[
+            (topic, [_part(part, result, drawn) for part in parts])
+            for topic in TOPICS
+            if (parts := topic.shown(result))
+        ],
         texts=_texts(result),
         anatomy=_anatomy(result),
         decisions=_decisions(result),

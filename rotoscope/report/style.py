@@ -20,6 +20,11 @@ INK = "#1c2430"
 MUTED = "#5b6675"
 MISSING = "#e3e6ea"
 TENSOR_COLOURS = {"Q": "#0072b2", "K": "#d55e00", "V": "#009e73"}
+SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1c2430", "#8a6d00"]
+"""Okabe-Ito colours in an order that keeps neighbours apart; past the last one, shapes alone tell series apart."""
+
+SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
+
 WIDTH = 930
 
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -83,9 +88,11 @@ def powers(values: Any) -> alt.Axis:
 
 
 def layer_count(result: Result) -> int:
-    """The number of layers of the model, seen in any table that has a `layer` column."""
+    """The number of layers of the model, seen in any table of its own that has a `layer` column."""
     return 1 + max(
-        int(table["layer"].max()) for table in result.tables.values() if "layer" in table and not table.empty
+        int(table["layer"].max())
+        for name, table in result.tables.items()
+        if "layer" in table and not table.empty and not name.startswith("control_")
     )
 
 

@@ -87,16 +87,36 @@ def causal_sums(q: torch.Tensor, k: torch.Tensor, chunk: int = 128) -> CausalSum
 
 
 def fit_causal(sums: CausalSums, tolerance: float = 1e-12) -> CausalFit:
-    """Least squares of ``a_{i-j} + b_i + c_j`` on the causal matrix.
-
-    ``a``, ``b`` and ``c`` share a three-dimensional null space, so only the fit is reported, never the terms.
-    """
+    """Least squares of ``a_{i-j} + b_i + c_j`` on the causal matrix."""
     n = sums.rows.shape[-1]
-    right = torch.stack([sums.rows, sums.columns, sums.diagonals], -2)
+    right = _right(sums)
     explained = (right * _solve(right, tolerance)).sum((-1, -2))
     count = torch.arange(1, n + 1, dtype=torch.float64, device=right.device)
     mean = sums.rows.sum(-1).square() / count.sum()
     return CausalFit(sums.squares - mean, sums.squares - (sums.rows.square() / count).sum(-1), sums.squares - explained)
+
+
+@dataclass(frozen=True)
+class CausalTerms:
+    """One solution of the least squares, each ``[..., n]``.
+
+    The terms share a three-dimensional null space: their sum ``a_{i-j} + b_i + c_j`` over ``j ≤ i`` is determined,
+    they themselves are not.
+    """
+
+    rows: torch.Tensor
+    columns: torch.Tensor
+    distances: torch.Tensor
+
+
+def causal_terms(sums: CausalSums, tolerance: float = 1e-12) -> CausalTerms:
+    """The terms ``b``, ``c`` and ``a`` that :func:`fit_causal` fits."""
+    return CausalTerms(*_solve(_right(sums), tolerance).unbind(-2))
+
+
+def _right(sums: CausalSums) -> torch.Tensor:
+    """The right-hand side of the normal equations, ``[..., 3, n]``."""
+    return torch.stack([sums.rows, sums.columns, sums.diagonals], -2)
 
 
 def _normal(x: torch.Tensor) -> torch.Tensor:

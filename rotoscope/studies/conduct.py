@@ -24,7 +24,10 @@ from rotoscope.tasks.rows import is_file
 
 
 class Study(Protocol):
-    """One question: the cells that it needs run, and what follows from them."""
+    """One question: the cells that it needs run, and what follows from them.
+
+    A study may have ``join(lm, options, done, tables)`` too, which gives more tables from those of all studies.
+    """
 
     NAME: str
 
@@ -79,6 +82,9 @@ def conduct_in(
     engine.begin(fingerprint(lm, options, studies))
     done = engine.run(lm, cells)
     result = merge([study.finish(lm, options, done) for study in studies])
+    for study in studies:
+        if hasattr(study, "join"):
+            result.tables |= study.join(lm, options, done, result.tables)
     result.tables["anatomy"] = anatomy_table(lm)
     seconds = round(perf_counter() - started, 1)
     result.decisions += engine.decisions

@@ -66,9 +66,9 @@ def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
     wavelength = _wavelengths(trained[0])
     magnitudes = pooled([t["dims"] for t in trained])
     massive = _massive(magnitudes, wavelength, lm.trained_length)
-    heads = _heads(magnitudes)
+    heads = per_head(magnitudes)
     overlap = _overlap([pooled([t["dims"]]) for t in trained])
-    twins = [_heads(pooled([t["dims"]])) for t in observe.twins(done, options)[0]]
+    twins = [per_head(pooled([t["dims"]])) for t in observe.twins(done, options)[0]]
     tables = {
         "magnitudes": magnitudes.drop(columns=["n", "mean", "first"]),
         "massive": massive,
@@ -131,7 +131,7 @@ def _massive(magnitudes: pd.DataFrame, wavelength: pd.Series, trained: int | Non
     return out.loc[out.ratio > LAMBDA, [*DIM, "pair", *columns]].reset_index(drop=True)
 
 
-def _heads(magnitudes: pd.DataFrame) -> pd.DataFrame:
+def per_head(magnitudes: pd.DataFrame) -> pd.DataFrame:
     """Per head: largest ratio, number of massive dims and their share of energy, the top dim and its pair."""
     top = magnitudes.loc[magnitudes.groupby(HEAD).ratio.idxmax(), [*HEAD, "dim", "pair", "ratio"]]
     top = top.rename(columns={"dim": "top_dim", "pair": "top_pair", "ratio": "max_ratio"})

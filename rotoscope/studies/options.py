@@ -11,6 +11,7 @@ from rotoscope.errors import BadInput
 SEEDS = range(2**32)
 BATCH_TOKENS = 2048
 """Tokens of a batch of a task's items, at most; texts run one at a time."""
+PARTS = ("perturb", "replace", "length")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,8 @@ class Options:
     disrupt : tuple of str
         Arms of the disruption grid in place of those shown beside the judged ones, as ``top-2:positions=all``;
         ``("none",)`` leaves the grid out.
+    parts : tuple of str
+        Causal parts of the position study, of ``perturb``, ``replace`` and ``length``, in place of the size's own.
     """
 
     size: str = "standard"
@@ -67,9 +70,10 @@ class Options:
     max_memory: int | None = None
     tasks: tuple[str, ...] = ()
     disrupt: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, like in (("tasks", "passkey:tokens=256"), ("disrupt", "top-2:positions=all")):
+        for name, like in (("tasks", "passkey:tokens=256"), ("disrupt", "top-2:positions=all"), ("parts", "perturb")):
             given = getattr(self, name)
             several = isinstance(given, Iterable) and not isinstance(given, str)
             texts = tuple(given) if several else (given,)
@@ -80,6 +84,8 @@ class Options:
             raise BadInput("disrupt: none leaves the grid out, so that no arm can be asked for beside it")
         if self.size not in SIZES:
             raise BadInput(f"size {self.size!r} is not one of {', '.join(SIZES)}")
+        if unknown := [part for part in self.parts if part not in PARTS]:
+            raise BadInput(f"part {unknown[0]!r} is not one of {', '.join(PARTS)}")
         for name in ("texts", "tokens", "limit", "max_memory"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -96,10 +102,15 @@ class Options:
         return self.tokens or SIZES[self.size].tokens
 
     @property
+    def causal_parts(self) -> tuple[str, ...]:
+        """The causal parts of the position study that are run."""
+        return self.parts or PARTS[: 3 if self.size == "full" else 2]
+
+    @property
     def random_seeds(self) -> int:
         return SIZES[self.size].random_seeds
 
     def facts(self) -> dict[str, Any]:
         """What a fingerprint records."""
-        names = ("size", "seed", "limit", "tasks", "disrupt")
+        names = ("size", "seed", "limit", "tasks", "disrupt", "parts")
         return {"texts": self.n_texts, "tokens": self.n_tokens, **{name: getattr(self, name) for name in names}}

@@ -1,4 +1,8 @@
-"""Are attention logits position + semantics? Claims P1, P2 and P3 (Han & Ji 2025, arXiv 2503.13305)."""
+"""Are attention logits position + semantics? Claims P1 to P6 (Han & Ji 2025, arXiv 2503.13305).
+
+P1, P2 and P3 are judged here, the causal ones in :mod:`rotoscope.studies.replace` (P4), ``perturb`` (P5) and
+``length`` (P6).
+"""
 
 from __future__ import annotations
 
@@ -16,13 +20,14 @@ from rotoscope.model.lm import LM
 from rotoscope.results import Claim, Result, not_tested
 from rotoscope.stats import intervals, nulls
 from rotoscope.stats.intervals import Interval
-from rotoscope.studies import observe, texts
+from rotoscope.studies import joint, length, observe, perturb, replace, texts
 from rotoscope.studies.conduct import conduct
 from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled, scaled_from_one
 from rotoscope.studies.observe import KINDS, TRAINED, Tables
 from rotoscope.studies.options import Options
 
 NAME = "position"
+CAUSAL_PARTS: dict[str, Any] = {"replace": replace, "perturb": perturb, "length": length}
 CAUSAL = ("causal", "causal_within")
 ROLES = {"": "model", "isotropic": "null", "matched_gaussian": "check"}
 RULES = {
@@ -45,11 +50,31 @@ def run(
 
 def cells(lm: LM, options: Options) -> list[Cell]:
     """What the study needs run."""
-    return observe.cells(lm, options, texts.texts(lm, options))
+    causal = [cell for name in options.causal_parts for cell in CAUSAL_PARTS[name].cells(lm, options)]
+    return [*observe.cells(lm, options, texts.texts(lm, options)), *causal, *joint.cells(lm, options)]
 
 
 def finish(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
     """Tables and claims from the finished cells."""
+    result = _additivity(lm, options, done)
+    for name, part in CAUSAL_PARTS.items():
+        if name in options.causal_parts:
+            tables, claims = part.finish(lm, options, done)
+            result.tables |= tables
+            result.claims += claims
+        else:
+            (rule,) = part.RULES.items()
+            result.claims.append(not_tested(rule[0], f"not run at size {options.size} (--{name})", rule[1]))
+    return result
+
+
+def join(lm: LM, options: Options, done: Mapping[str, Tables], tables: Mapping[str, pd.DataFrame]) -> Tables:
+    """What stands beside the other studies' tables, layer by layer."""
+    return joint.finish(lm, options, done, tables)[0]
+
+
+def _additivity(lm: LM, options: Options, done: Mapping[str, Tables]) -> Result:
+    """How near logits are to the two forms."""
     some = texts.texts(lm, options)
     trained = [done[TRAINED.format(i)] for i in range(len(some))]
     random, missing = observe.twins(done, options)

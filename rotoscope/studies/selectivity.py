@@ -14,7 +14,7 @@ from rotoscope.results import Claim, not_tested
 from rotoscope.stats import intervals, paired
 from rotoscope.stats.intervals import Interval
 from rotoscope.studies import disruption_tables
-from rotoscope.studies.arms import CLEAN, CONTROL, EVERYWHERE, MASSIVE, PAIRS, SHORTER, grid
+from rotoscope.studies.arms import CLEAN, CONTROL, EVERYWHERE, MASSIVE, PAIRS, SHORTER, TAUGHT, grid
 from rotoscope.studies.disruption_tables import same_items
 from rotoscope.studies.items import asked
 from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled
@@ -91,6 +91,8 @@ def m4(items: pd.DataFrame | None, size: str, seed: int, unasked: Mapping[str, s
         return not_tested("M4", next(iter(unasked.values()), "no task was run"), RULE), {}
     pairs, said = [], []
     for names in PAIRS:
+        if names == TAUGHT and TAUGHT[0] not in set(items.task):
+            continue  # only the controls were taught it
         pair, reason = _pair(items, names, FEWEST.get(size, FEWEST_OTHERWISE), unasked)
         if pair is not None:
             pairs.append(pair)

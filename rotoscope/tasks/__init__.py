@@ -20,6 +20,7 @@ from rotoscope.tasks.evaluate import evaluate
 from rotoscope.tasks.gsm8k import GSM8K
 from rotoscope.tasks.imdb import IMDB
 from rotoscope.tasks.key_value import KeyValue
+from rotoscope.tasks.known_values import KnownValues
 from rotoscope.tasks.passkey import Passkey
 from rotoscope.tasks.rows import is_file
 from rotoscope.tasks.squad import Squad, SquadExact
@@ -34,6 +35,7 @@ TASKS: dict[str, type[Task]] = {
         CitiesInContext,
         Passkey,
         KeyValue,
+        KnownValues,
         Arithmetic,
         GSM8K,
         Aqua,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rotoscope.errors import BadInput
@@ -11,6 +12,28 @@ from rotoscope.tasks.base import Example, Task
 from rotoscope.tasks.invented import names
 
 DIGITS = 4
+
+
+def told(pairs: Mapping[str, str]) -> str:
+    """One line for each pair."""
+    return "\n".join(f"The value of {key} is {value}." for key, value in pairs.items())
+
+
+def lead(key: str) -> str:
+    """The words before a value."""
+    return f"The value of {key} is"
+
+
+def asked(key: str) -> str:
+    """The question for a value, up to the value."""
+    return f"Question: What is the value of {key}?\nAnswer: {lead(key)}"
+
+
+def draw(rng: random.Random, pairs: int) -> dict[str, str]:
+    """Invented keys and random values, no two alike."""
+    keys = names(rng)[:pairs]
+    values = rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), pairs)
+    return dict(zip(keys, map(str, values), strict=True))
 
 
 @dataclass(frozen=True)
@@ -40,10 +63,8 @@ class KeyValue(Task):
         return [self._example(rng) for _ in range(n)]
 
     def _example(self, rng: random.Random) -> Example:
-        keys = names(rng)[: self.pairs]
-        values = [str(v) for v in rng.sample(range(10 ** (DIGITS - 1), 10**DIGITS), self.pairs)]
+        pairs = draw(rng, self.pairs)
         at = rng.randrange(self.pairs)
-        lines = "\n".join(f"The value of {key} is {value}." for key, value in zip(keys, values, strict=True))
-        lead = f"The value of {keys[at]} is"
-        prompt = f"{lines}\nQuestion: What is the value of {keys[at]}?\nAnswer: {lead}"
-        return Example(f"{keys[at]}-{values[at]}-{at}", prompt, (values[at],), lead=lead, facts={"line": at})
+        key, value = list(pairs.items())[at]
+        prompt = f"{told(pairs)}\n{asked(key)}"
+        return Example(f"{key}-{value}-{at}", prompt, (value,), lead=lead(key), facts={"line": at})

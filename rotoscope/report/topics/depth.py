@@ -8,10 +8,10 @@ import pandas as pd
 
 from rotoscope.report.figure import Cell, Drawn, Grid, Listing, Plot, Topic, present
 from rotoscope.report.labels import MANIPULATIONS, named, sizes
-from rotoscope.report.style import INK, MUTED, choice, tip
+from rotoscope.report.style import INK, MUTED, SERIES, choice, tip
 from rotoscope.report.text import fixed, joined, percent
 from rotoscope.report.topics import depth_cost, depth_swap
-from rotoscope.report.topics.disrupt_curves import SERIES, measured
+from rotoscope.report.topics.disrupt_curves import measured
 from rotoscope.results import Result
 
 EPSILON = 0.05

@@ -10,15 +10,10 @@ import pandas as pd
 
 from rotoscope.report.figure import Drawn, Plot
 from rotoscope.report.labels import CONTROL, broken, control_arm, filler, main_arm, named, sizes, within
-from rotoscope.report.style import MUTED, WIDTH, layer_axis, tip
+from rotoscope.report.style import MUTED, SERIES, SHAPES, WIDTH, layer_axis, tip
 from rotoscope.report.text import fixed, joined, percent
 from rotoscope.report.topics.disrupt_matrix import cells
 from rotoscope.results import Result
-
-SERIES = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#1c2430", "#8a6d00"]
-"""Okabe-Ito colours in an order that keeps neighbours apart; past the last one, shapes alone tell series apart."""
-
-SHAPES = ["circle", "square", "triangle-up", "diamond", "cross", "triangle-down", "triangle-right", "triangle-left"]
 
 _WHERE = {"parametric": "in the weights", "contextual": "in the prompt"}
 _KINDS = {"top": "the k largest dims of each head", "lambda": "every dim above λ times its head's mean"}

@@ -1,0 +1,1 @@
+"""Matched small models: trained here, on text that is on every machine, and shipped with the package."""

@@ -1,0 +1,275 @@
+"""The report's section on position generalization: what it says is in the tables, and it is there only with them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import synthetic
+import synthetic_generalization
+import vl_convert
+from browser import chromium, console, open_report, requests
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.support.ui import Select
+
+from rotoscope import report
+from rotoscope.report.labels import PERTURBATIONS
+from rotoscope.results import Result
+from rotoscope.studies import perturb
+
+FIGURES = {
+    "generalization-replace": "replace",
+    "generalization-replace-tasks": "replace_tasks",
+    "generalization-perturb": "perturb",
+    "generalization-distance": "distance",
+    "generalization-length": "length",
+    "generalization-length-attention": "length_attention",
+    "generalization-joint": "joint",
+    "generalization-joint-correlations": "joint_correlations",
+    "generalization-joint-disrupted": "joint_disrupted",
+}
+
+BOUNDS = (("low", "high"), ("partial_low", "partial_high"))
+
+
+@pytest.fixture(scope="module")
+def result() -> Result:
+    return Result(synthetic_generalization.tables(), provenance={"trained_length": 2048})
+
+
+@pytest.fixture(scope="module")
+def readings(result: Result) -> dict[str, str]:
+    return {name: figure.reading for name, figure in report.figures(result).items()}
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[WebDriver]:
+    with chromium() as driver:
+        yield driver
+
+
+@pytest.fixture(scope="module")
+def opened(driver: WebDriver, result: Result, tmp_path_factory: pytest.TempPathFactory) -> WebDriver:
+    open_report(driver, report.write(result, tmp_path_factory.mktemp("generalization") / "report.html"))
+    return driver
+
+
+def marks(driver: WebDriver, figure: str, group: str = "symbol") -> list[str]:
+    found = driver.find_elements(By.CSS_SELECTOR, f"#{figure} .mark-{group} path[aria-label]")
+    return [(mark.get_attribute("aria-label") or "").replace("−", "-") for mark in found]
+
+
+def last_number(label: str) -> float:
+    return float(re.findall(r"-?\d[\d,]*\.?\d*(?:e-?\d+)?", label)[-1].replace(",", ""))
+
+
+def test_every_figure_is_drawn_without_a_word_or_a_request(opened: WebDriver, result: Result) -> None:
+    assert list(report.figures(result)) == list(FIGURES)
+    assert console(opened) == []
+    assert requests(opened) == []
+    for figure in FIGURES:
+        assert len(opened.find_elements(By.CSS_SELECTOR, f"#{figure} svg.marks path[aria-label]")) > 10, figure
+    assert len(opened.find_elements(By.CSS_SELECTOR, "#generalization-joint-table tbody tr")) == 30
+
+
+def test_doses_have_their_lines(opened: WebDriver, result: Result, readings: dict[str, str]) -> None:
+    table = result.tables["perturb"]
+    assert len(marks(opened, "generalization-perturb")) >= len(table)
+    rules = opened.find_elements(By.CSS_SELECTOR, "#generalization-perturb .mark-rule line")
+    assert len(rules) == 3 + 2  # 5, 10, 20 %; .05 nats and 0
+    text = opened.find_element(By.CSS_SELECTOR, "#generalization-perturb svg").text
+    assert "0.05 nats" in text
+    few = table[table["share"] == 0.05].set_index("kind")
+    swaps, jitter = few.loc["swap-arbitrary"], few.loc["jitter-arbitrary"]
+    said = readings["generalization-perturb"]
+    for name, row in (("swaps", swaps), ("jitter", jitter)):
+        assert f"{name} {row['dnll']:+.3f} (95 % {row['low']:+.3f} to {row['high']:+.3f})" in said
+    assert f"with 5 % of the tokens disturbed swaps {swaps['dnll']:+.3f}" in said
+    assert f"(8 texts, {swaps['targets']:,} targets); with 20 %" in said
+
+
+def test_the_line_of_harm_and_the_kinds_are_the_study_s() -> None:
+    from rotoscope.report.topics import perturb as shown
+
+    assert (shown.HARM, shown.FEW, shown.MANY) == (perturb.HARM, perturb.FEW, perturb.MANY)
+    assert tuple(PERTURBATIONS) == perturb.KINDS
+    assert set(shown._JUDGED) == set(perturb.JUDGED)
+
+
+def test_distance_gives_a_number_for_every_head(opened: WebDriver, result: Result, readings: dict[str, str]) -> None:
+    table = result.tables["distance"]
+    longest = table[table["d"] == 1023]
+    assert len(marks(opened, "generalization-distance", "rect")) == len(longest)
+    key, distance = longest["key_axis_shift"].median(), longest["distance_axis_shift"].median()
+    said = readings["generalization-distance"]
+    assert f"the distance axis shifts by {distance:.2f} sd and the key axis by {key:.2f} sd" in said
+
+    def share_of(d: int) -> float:
+        row = table[(table["layer"] == 3) & (table["head"] == 4) & (table["d"] == d)].iloc[0]
+        return row["distance_axis_shift"] ** 2 / (row["distance_axis_shift"] ** 2 + row["key_axis_shift"] ** 2)
+
+    def shown() -> float:
+        (label,) = [
+            label
+            for label in marks(opened, "generalization-distance", "rect")
+            if label.startswith("layer: 3; head: 4;")
+        ]
+        return last_number(label)
+
+    assert shown() == pytest.approx(share_of(1023), abs=2e-3)
+    Select(opened.find_element(By.CSS_SELECTOR, "#generalization-distance select")).select_by_visible_text("16")
+    assert shown() == pytest.approx(share_of(16), abs=2e-3)
+
+
+def test_replaced_logits_have_a_bar_an_arm_and_a_mark_a_range(
+    opened: WebDriver, result: Result, readings: dict[str, str]
+) -> None:
+    table = result.tables["replace"]
+    whole = table[table["layers"] == "all"].set_index("arm")
+    assert len(marks(opened, "generalization-replace", "rect")) == len(whole)
+    form1, control = whole.loc["form1"], whole.loc["permuted"]
+    said = readings["generalization-replace"]
+    assert f"form 1 {form1['dnll']:+.2f} (95 % {form1['low']:+.2f} to {form1['high']:+.2f})" in said
+    assert f"form 1 costs {form1['dnll'] / control['dnll']:.2f} times what its permuted residual costs" in said
+    text = opened.find_element(By.CSS_SELECTOR, "#generalization-replace svg").text.split("\n")
+    spots = [text.index(name) for name in ("0-9", "10-19", "20-29", "layers replaced", "12", "29")]
+    assert spots == sorted(spots)
+    tasks = result.tables["replace_tasks"].query("task == 'passkey'").set_index("arm")["accuracy"]
+    assert (
+        f"passkey, tokens 128 (n = 60): as it is {100 * tasks['clean']:.0f} %, form 1 {100 * tasks['form1']:.0f} %"
+    ) in readings["generalization-replace-tasks"]
+
+
+def test_length_compares_both_sides_of_the_trained_length(
+    opened: WebDriver, result: Result, readings: dict[str, str]
+) -> None:
+    table = result.tables["length"]
+    for variant, words in (("plain", "plain RoPE"), ("lambda+cap", "Λ-mask + distance cap")):
+        own = table[table["variant"] == variant]
+        sides = [own[own["position"] < 2048]["nll"].mean(), own[own["position"] >= 2048]["nll"].mean()]
+        before, after = readings["generalization-length"].split("beyond 2,048 tokens")
+        assert f"{words} {sides[0]:.2f}" in before
+        assert f"{words} {sides[1]:.2f}" in after
+    assert "trained up to 2,048" in opened.find_element(By.CSS_SELECTOR, "#generalization-length svg").text
+    unknown = report.figures(Result({"length": table}))["generalization-length"]
+    assert "over all positions" in unknown.reading
+
+
+def test_attention_follows_the_layer(opened: WebDriver, result: Result) -> None:
+    table = result.tables["length_attention"].query("variant == 'plain' and position == 2944")
+
+    def drawn() -> list[float]:
+        labels = marks(opened, "generalization-length-attention")
+        own = [label for label in labels if "plain RoPE" in label and "2,944" in label]
+        return [float(re.search(r"(?:entropy|sink_mass|largest_logit): (-?[\d.]+)", label).group(1)) for label in own]  # type: ignore[union-attr]
+
+    columns = ["entropy", "sink_mass", "largest_logit"]
+    assert drawn() == pytest.approx(list(table[columns].mean()), rel=1e-3)
+    Select(opened.find_element(By.CSS_SELECTOR, "#generalization-length-attention select")).select_by_visible_text("7")
+    assert drawn() == pytest.approx(list(table[table["layer"] == 7][columns].iloc[0]), rel=1e-3)
+
+
+def test_joint_ranks_layers_within_each_quantity(result: Result, readings: dict[str, str]) -> None:
+    table = result.tables["joint"]
+    rows = next(iter(report.figures(result)["generalization-joint"].chart.to_dict()["datasets"].values()))
+    shown = pd.DataFrame(rows).set_index(["quantity", "layer"])["stands"]
+    for name in ("entropy", "freeze_damage"):
+        assert shown[name, int(table[name].idxmin())] == 0
+        assert shown[name, int(table[name].idxmax())] == 1
+    assert ("freeze_damage", 0) not in shown.index  # not measured there
+    top = table.loc[table["residual"].idxmax()]
+    assert f"form 1 residual {top['residual']:.3f} in layer {int(top['layer'])}" in readings["generalization-joint"]
+
+
+def test_correlations_follow_what_is_held_fixed(opened: WebDriver, result: Result, readings: dict[str, str]) -> None:
+    table = result.tables["joint_correlations"]
+    figure = "generalization-joint-correlations"
+    over, kind = (Select(e) for e in opened.find_elements(By.CSS_SELECTOR, f"#{figure} select"))
+    assert [option.text for option in over.options] == [
+        "layers; damage on capitals",
+        "layers; damage on arithmetic",
+        "heads",
+    ]
+    first = table[(table["over"] == "layers") & table["task"].isin(["", "capitals"])]
+
+    def drawn() -> list[float]:
+        return sorted(last_number(label) for label in marks(opened, figure, "rect"))
+
+    assert drawn() == pytest.approx(sorted(first["rho"]), abs=2e-3)
+    kind.select_by_visible_text("depth held fixed")
+    assert drawn() == pytest.approx(sorted(first["partial"]), abs=2e-3)
+    over.select_by_visible_text("heads")
+    assert drawn() == pytest.approx([-0.9, -0.9])
+    plain, fixed = (((table[low] > 0) | (table[high] < 0)).sum() for low, high in BOUNDS)
+    assert f"{plain} of {len(table)} intervals leave out 0, {fixed} with depth held fixed" in readings[figure]
+    said = "form 1 residual with massive energy share, Q over 270 heads −0.90 (95 % −0.95 to −0.80)"
+    assert said in readings[figure]
+    assert console(opened) == []
+
+
+def test_disruption_moves_additivity_as_measured(readings: dict[str, str]) -> None:
+    said = "top-1 −0.080 (95 % −0.100 to −0.060), change-matched −0.010 (95 % −0.030 to +0.010)"
+    assert said in readings["generalization-joint-disrupted"]
+    assert "clean −" not in readings["generalization-joint-disrupted"]
+
+
+def test_a_run_without_them_does_not_speak_of_them(driver: WebDriver, tmp_path: Path) -> None:
+    open_report(driver, report.write(synthetic.result(), tmp_path / "report.html"))
+    assert driver.find_elements(By.CSS_SELECTOR, "#generalization, nav a[href='#generalization']") == []
+
+
+def test_parts_of_another_command_are_left_out_and_empty_ones_are_not(result: Result, tmp_path: Path) -> None:
+    some = Result({"perturb": result.tables["perturb"], "distance": result.tables["distance"].head(0)})
+    page = report.write(some, tmp_path / "report.html").read_text("utf-8")
+    body = page[: page.index("figure-data")]
+    assert 'id="generalization-perturb"' in body
+    assert "this run has an empty table “distance”" in body
+    assert 'id="generalization-length"' not in body
+
+
+@pytest.mark.parametrize("only", FIGURES.values())
+def test_each_table_can_be_shown_alone(result: Result, only: str) -> None:
+    figures = report.figures(Result({only: result.tables[only]}))
+    assert [FIGURES[name] for name in figures] == [only]
+    for figure in figures.values():
+        assert vl_convert.vegalite_to_svg(figure.chart.to_dict()).count("<path") > 5
+
+
+@pytest.mark.parametrize("only", FIGURES.values())
+def test_nothing_measured_draws_nothing(result: Result, only: str) -> None:
+    table = result.tables[only].copy()
+    table[table.select_dtypes("float").columns] = float("nan")
+    assert report.figures(Result({only: table})) == {}
+
+
+def test_a_quick_run_still_draws(result: Result) -> None:
+    quick = result.tables["perturb"].query("share in (0.05, 0.2) and kind in ('swap-arbitrary', 'jitter-arbitrary')")
+    assert "20 %" in report.figures(Result({"perturb": quick}))["generalization-perturb"].reading
+    replaced = result.tables["replace"].query("layers == 'all' and arm in ('form1', 'permuted')")
+    figure = report.figures(Result({"replace": replaced}))["generalization-replace"]
+    assert vl_convert.vegalite_to_svg(figure.chart.to_dict()).count("<path") > 5
+
+
+def test_hostile_names_are_only_text(driver: WebDriver, result: Result, tmp_path: Path) -> None:
+    tables = dict(result.tables)
+    for name, column, value in (
+        ("perturb", "kind", "swap-adjacent"),
+        ("replace", "arm", "g"),
+        ("replace", "layers", "12"),
+        ("replace_tasks", "task", "capitals"),
+        ("joint_disrupted", "arm", "top-1"),
+        ("length", "variant", "yarn"),
+        ("length_attention", "variant", "yarn"),
+        ("joint_correlations", "a", "entropy"),
+    ):
+        tables[name] = tables[name].replace({column: {value: synthetic.HOSTILE}})
+    tables["joint"] = tables["joint"].rename(columns={"entropy": synthetic.HOSTILE})
+    open_report(driver, report.write(Result(tables), tmp_path / "report.html"))
+    assert driver.execute_script("return window.pwned") is None
+    assert driver.find_elements(By.TAG_NAME, "img") == []
+    assert len(driver.find_elements(By.CSS_SELECTOR, "[data-figure] svg.marks")) == len(FIGURES)
+    assert console(driver) == []
