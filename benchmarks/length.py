@@ -28,7 +28,7 @@ def measure(variant: str, trained: int) -> None:
 
     lm = dataclasses.replace(rs.load("demo"), trained_length=trained)
     cell = next(
-        cell for cell in length.cells(lm, Options(texts=1), wanted=True) if cell.name == length.NAME.format(variant, 0)
+        cell for cell in length.cells(lm, Options(texts=1)) if cell.name == length.NAME.format(variant, 0)
     )
     start = time.perf_counter()
     nll = length.score(lm, **{**cell.arguments, "watched": False})["nll"]

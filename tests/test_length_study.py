@@ -36,10 +36,10 @@ def nll(model: Any, ids: Any) -> np.ndarray:
     return np.array([-likely[i, t].item() for i, t in enumerate(row[0, 1:])])
 
 
-def ran(lm: rs.LM, wanted: bool = True, **given: Any) -> tuple[dict[str, pd.DataFrame], Claim, dict[str, Any]]:
+def ran(lm: rs.LM, **given: Any) -> tuple[dict[str, pd.DataFrame], Claim, dict[str, Any]]:
     some = Options(**given)
-    done = Engine(None, progress=False).run(lm, length.cells(lm, some, wanted))
-    tables, (claim,) = length.finish(lm, some, done, wanted)
+    done = Engine(None, progress=False).run(lm, length.cells(lm, some))
+    tables, (claim,) = length.finish(lm, some, done)
     return tables, claim, done
 
 
@@ -118,7 +118,7 @@ def test_a_special_token_in_front_stays_in_front_of_the_reference(folder: Path) 
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     lm = rs.wrap(rs.load(str(folder)).model, tokenizer)
-    cells = {cell.name: cell.arguments["ids"] for cell in length.cells(lm, Options(texts=2), True)}
+    cells = {cell.name: cell.arguments["ids"] for cell in length.cells(lm, Options(texts=2))}
     whole, short = cells["length/plain/text-1"], cells["length/reference/text-1"]
     assert (len(whole), len(short)) == (96, TRAINED)
     assert whole[0] == short[0] == 1
@@ -181,14 +181,6 @@ def test_the_study_watches_attention_as_it_is_clamped(folder: Path) -> None:
 
 
 # ---- where nothing is tested ----------------------------------------------------------------------------------------
-
-
-def test_not_run_unless_asked_for(folder: Path) -> None:
-    lm = rs.load(str(folder))
-    tables, claim, done = ran(lm, wanted=False, texts=2)
-    assert (tables, done, claim.verdict) == ({}, {}, "not tested")
-    assert "--length" in claim.reason
-    assert length.cells(lm, Options(size="full", texts=2))
 
 
 def test_texts_that_are_too_short(folder: Path) -> None:

@@ -86,8 +86,9 @@ def test_thirds_single_layers_and_a_twin_s_means(lm: rs.LM) -> None:
     table = tables["replace"].set_index(["layers", "arm"])
     assert table.index.get_level_values("layers").unique().tolist() == ["all", "0", "1", "2"]
     arms = {layers: set(of.reset_index().arm) for layers, of in table.groupby("layers")}
-    every = {"form1", "permuted", "f", "g", "form2", "form2-causal"}
+    every = {*replace.JUDGED, *replace.SHOWN}
     assert arms == {"all": every | {"form1-random-means"}, **dict.fromkeys("012", every)}
+    assert {"form1", "permuted", "f", "g", "form2", "form2-causal"} <= every
     # one layer's third is the layer: both cells scored form 1 there, and agree
     third, single = (
         done[f"replace/{name}/text-0"]["replace"].set_index(["layers", "arm"]).nll for name in ("thirds", "each-layer")

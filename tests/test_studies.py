@@ -15,6 +15,7 @@ from small import characters
 from tiny import tiny
 
 import rotoscope as rs
+from rotoscope.results import CATALOGUE
 from rotoscope.studies import STUDIES, Options, conduct, observe, plan, texts
 from rotoscope.studies.massive import pooled
 from rotoscope.studies.swap_pairs import SETS
@@ -45,7 +46,7 @@ def test_the_tables_hold_what_is_promised(result: rs.Result) -> None:
         assert columns <= set(result.tables[name].columns), name
     assert len(result.tables["heads"]) == 12
     assert len(result.tables["magnitudes"]) == 3 * (4 + 2 + 2) * 16
-    assert {c.id for c in result.claims} == {"P1", "P2", "P3", "M1", "M2", "M3", "M4", "D1", "D2", "D3", "D4"}
+    assert {c.id for c in result.claims} == set(CATALOGUE) - {"M6"}
     arms = set(result.tables["explanation"].arm)
     assert {"as_it_is", "both_means_removed", "isotropic", "matched_gaussian", "random_both_means_removed"} <= arms
 
@@ -174,7 +175,9 @@ def test_a_plan_names_cells_and_runs_nothing(lm: rs.LM) -> None:
     assert len(observed) == 2 + 3
     assert observed.token_forwards.sum() == 2 * 60 + 3 * 1.5 * 60
     # Every prompt of single characters is longer than what this model was trained on: no task can be asked.
-    assert set(table.cell) - set(observed.cell) == {"depth/cost", *(f"depth/swap/{name}" for name in SETS)}
+    causal = {f"{name}/text-{i}" for name in ("replace/all", "perturb") for i in range(2)}
+    swaps = {f"depth/swap/{name}" for name in SETS}
+    assert set(table.cell) - set(observed.cell) == {"depth/cost", *swaps, *causal}
 
 
 @pytest.mark.parametrize(

@@ -234,6 +234,7 @@ def _finish(folder: Path, model: Any, curve: Curve, labels: dict[str, Any]) -> d
 
     last = curve.last()
     before = held_out_loss(curve.lm, curve.held_out)
+    model.config.use_cache = True  # which the trainer turns off
     model.half().save_pretrained(folder)
     model.float()
     record = {

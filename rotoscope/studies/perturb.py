@@ -58,7 +58,7 @@ class Plan:
 
 
 PLANS = {
-    "quick": Plan((FEW, MANY), tuple(JUDGED), texts=8, tokens=256, distances=False),
+    "quick": Plan((FEW, MANY), tuple(JUDGED), texts=6, tokens=256, distances=False),
     "standard": Plan(),
     "full": Plan(),
 }

@@ -240,8 +240,8 @@ CORRELATIONS = Plot(
     "generalization-joint-correlations",
     "How the quantities go together",
     "Spearman’s rank correlation. Blue: they rise together; orange: one rises as the other falls; bold: the 95 % "
-    "interval (bootstrap of whole layers) leaves out 0. What grows with depth correlates with all else that does, so look at "
-    "“depth held fixed”, which takes the rank of the layer out of both. A hint, not a cause.",
+    "interval (bootstrap of whole layers) leaves out 0. What grows with depth correlates with all else that does, so "
+    "look at “depth held fixed”, which takes the rank of the layer out of both. A hint, not a cause.",
     ("joint_correlations",),
     correlations,
 )
