@@ -27,9 +27,7 @@ def measure(variant: str, trained: int) -> None:
     from rotoscope.studies.options import Options
 
     lm = dataclasses.replace(rs.load("demo"), trained_length=trained)
-    cell = next(
-        cell for cell in length.cells(lm, Options(texts=1)) if cell.name == length.NAME.format(variant, 0)
-    )
+    cell = next(cell for cell in length.cells(lm, Options(texts=1)) if cell.name == length.NAME.format(variant, 0))
     start = time.perf_counter()
     nll = length.score(lm, **{**cell.arguments, "watched": False})["nll"]
     seconds = time.perf_counter() - start

@@ -15,7 +15,7 @@ from rotoscope.studies import Options, conduct, depth, massive
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = [
     pytest.param(name, example, id=f"{name}-{i}")
-    for name in ("tasks", "interventions")
+    for name in ("tasks", "interventions", "controls")
     for i, example in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text("utf-8"), re.DOTALL))
 ]
 

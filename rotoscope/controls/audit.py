@@ -189,8 +189,9 @@ def _lengths(rows: pd.DataFrame) -> pd.DataFrame:
 
 def _row(claim: Any) -> dict[str, Any]:
     low, high = claim.interval or (np.nan, np.nan)
-    names = ("id", "verdict", "value", "null", "n", "reason")
-    return {name: getattr(claim, name) for name in names} | {"low": low, "high": high}
+    numbers = {name: np.nan if (x := getattr(claim, name)) is None else float(x) for name in ("value", "null")}
+    words = {name: getattr(claim, name) for name in ("id", "verdict", "n", "reason")}
+    return words | numbers | {"low": low, "high": high}
 
 
 def _labels_first(rows: pd.DataFrame) -> pd.DataFrame:

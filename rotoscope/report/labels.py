@@ -38,6 +38,7 @@ REPLACEMENTS = {
     "clean": "the model as it is",
     "full": "real logits (check)",
     "form1": "form 1: f + g",
+    "form1-centred": "form 1, centred by query",
     "form2": "form 2: a + b + c",
     "form2-causal": "◇ form 2, fitted to the text itself",
     "permuted": "◆ form-1 residual permuted",
@@ -97,8 +98,9 @@ def within(low: float, high: float) -> str:
 
 def signed(value: float, low: float, high: float, digits: int = 2) -> str:
     """A difference with its 95 % interval, in words: `+1.60 (95 % +0.90 to +2.30)`."""
-    text = f"{value:+.{digits}f} (95 % {low:+.{digits}f} to {high:+.{digits}f})"
-    return text.replace("-", "−")
+    # Adding 0 leaves no negative zero.
+    shown = [f"{round(number, digits) + 0.0:+.{digits}f}" for number in (value, low, high)]
+    return f"{shown[0]} (95 % {shown[1]} to {shown[2]})".replace("-", "−")
 
 
 def sizes(table: pd.DataFrame) -> str:

@@ -66,6 +66,12 @@ class Series:
         given = {name: Look(free[i % len(free)], SHAPES[i % len(SHAPES)]) for i, name in enumerate(others)}
         return cls({name: looks[name] if name in looks else given[name] for name in names}, title)
 
+    def beside(self, table: pd.DataFrame) -> alt.XOffset:
+        """Names side by side, by their place in line (`rank`)."""
+        scale = alt.Scale(domain=sorted(set(table["rank"])), paddingOuter=0.7)
+        # Without an order of its own it takes the colours', as an expression with the names in it, not all escaped.
+        return alt.XOffset("rank:O", sort="ascending", scale=scale)
+
     def colour(self) -> alt.Color:
         legend = alt.Legend(orient="bottom", columns=4, labelLimit=300, symbolSize=90, symbolOpacity=1)
         return alt.Color(f"{self.column}:N", title=self.title, scale=self._scale("colour"), legend=legend)

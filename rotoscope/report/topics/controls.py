@@ -127,7 +127,7 @@ def heads(result: Result) -> Drawn | None:
         axis = alt.Axis(labelAngle=0)
         chart = alt.Chart(own, title=tensor).encode(
             x=alt.X("layer:O", title="layer", scale=alt.Scale(domain=layers), axis=axis),
-            xOffset=alt.XOffset("words:N", scale=alt.Scale(domain=list(series.looks), paddingOuter=0.6)),
+            xOffset=series.beside(table),
             y=alt.Y(
                 "max_ratio:Q",
                 title=None if panels else "largest dim / mean of its head",
@@ -180,7 +180,7 @@ def _beside(
     value, low, high = columns
     base = alt.Chart().encode(
         x=alt.X("tensor:N", title=None, scale=alt.Scale(domain=tensors(table)), axis=alt.Axis(labelAngle=0)),
-        xOffset=alt.XOffset("words:N", scale=alt.Scale(domain=list(series.looks), paddingOuter=0.6)),
+        xOffset=series.beside(table),
         color=series.colour(),
     )
     bars = base.mark_rule(strokeWidth=2, tooltip=None).encode(y=axis.y(low), y2=f"{high}:Q")

@@ -27,9 +27,10 @@ def disrupt(result: Result) -> Drawn | None:
     left = float(table["low"].min(skipna=True))
     scale = alt.Scale(domain=[max(-1.0, min(-0.1, left)), 1.0], clamp=True)
     x = alt.X("loss:Q", title="loss", scale=scale, axis=alt.Axis(format="%", tickCount=4))
+    seeds = alt.Scale(domain=sorted(set(table["seed"])), paddingOuter=0.3)
     base = alt.Chart().encode(
-        y=alt.Y("words:N", title=None, scale=alt.Scale(domain=list(series.looks)), axis=None),
-        yOffset=alt.YOffset("seed:N", scale=alt.Scale(domain=sorted(set(table["seed"])), paddingOuter=0.3)),
+        y=alt.Y("rank:O", title=None, scale=alt.Scale(domain=sorted(set(table["rank"]))), axis=None),
+        yOffset=alt.YOffset("seed:O", sort="ascending", scale=seeds),
     )
     some = base.transform_filter("isValid(datum.loss)").encode(color=series.colour())
     bars = some.mark_rule(strokeWidth=2, tooltip=None, clip=True).encode(x=alt.X("low:Q", title="loss"), x2="high:Q")

@@ -137,7 +137,7 @@ def disrupted(result: Result) -> Drawn | None:
     kinds = [kind for kind in KINDS if kind in set(table["kind"])]
     x = Measure("change of r", alt.Scale(zero=True), alt.Axis(tickCount=4, format="+~r"))
     for kind in kinds:
-        own = table[table["kind"] == kind]
+        own = table[table["kind"] == kind].assign(words=KINDS[kind])
         axis = None if panels else alt.Axis(labelLimit=200, labelOverlap=False)
         base = alt.Chart(own).encode(y=alt.Y("arm:N", title=None, scale=alt.Scale(domain=arms), axis=axis))
         spans = base.mark_rule(strokeWidth=2, color=SERIES[0], tooltip=None).encode(x=x.x("low"), x2="high:Q")
@@ -145,7 +145,7 @@ def disrupted(result: Result) -> Drawn | None:
             x=x.x("change"),
             tooltip=[
                 tip("arm", "arm"),
-                tip("kind", "r of"),
+                tip("words", "r of"),
                 tip("value", "r", ".4f"),
                 tip("change", "change from clean", "+.4f"),
                 tip("low", "95 % low", "+.4f"),

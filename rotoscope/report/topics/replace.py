@@ -18,6 +18,7 @@ ALL = "all"
 _LOOKS = {
     "full": Look("#8a6d00", "circle"),
     "form1": Look("#d55e00", "square"),
+    "form1-centred": Look("#7f3b08", "stroke"),
     "form2": Look("#0072b2", "triangle-up"),
     "form2-causal": Look("#56b4e9", "diamond"),
     "permuted": Look("#1c2430", "cross"),
@@ -131,7 +132,7 @@ def _few(some: pd.DataFrame, table: pd.DataFrame, tooltip: list[alt.Tooltip]) ->
     title = "layers replaced" if ranges else "the one layer replaced"
     base = alt.Chart(some).encode(
         x=alt.X("layers:N", title=title, scale=alt.Scale(domain=order), axis=alt.Axis(labelAngle=0)),
-        xOffset=alt.XOffset("words:N", scale=alt.Scale(domain=list(series.looks), paddingOuter=0.8)),
+        xOffset=series.beside(table),
         color=series.colour(),
     )
     zero = alt.Chart(some.head(1)).mark_rule(color=MUTED, strokeDash=[4, 3]).encode(y=alt.datum(0))
