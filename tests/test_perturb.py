@@ -216,13 +216,13 @@ def ran(lm: rs.LM, **options: Any) -> tuple[dict[str, pd.DataFrame], Claim, list
 def test_sizes(tmp_path: Any) -> None:
     lm = rs.load(str(small(tmp_path / "model")))
     tables, claim, names = ran(lm, size="quick")
-    assert names == [f"perturb/text-{i}" for i in range(8)]
+    assert names == [f"perturb/text-{i}" for i in range(6)]
     assert list(tables) == ["perturb"]
     assert sorted(set(tables["perturb"].kind)) == ["jitter-arbitrary", "swap-arbitrary"]
     assert sorted(set(tables["perturb"].share)) == [0.05, 0.20]
     assert claim.verdict != "not tested"
     quick = sum(cell.cost for cell in perturb.cells(lm, Options(size="quick")))
-    assert quick == 8 * 128 * 5  # 256 tokens where the model was trained on so many
+    assert quick == 6 * 128 * 5  # 256 tokens where the model was trained on so many
     tables, _, _ = ran(lm, size="standard", texts=2, tokens=64)
     assert tables["perturb"].groupby(["kind", "share"]).size().tolist() == [1] * 35
     assert sorted(set(tables["perturb"].kind)) == sorted(perturb.KINDS)

@@ -25,6 +25,7 @@ from rotoscope.interventions import (
     SkipAttention,
     shallow_prefill,
 )
+from rotoscope.interventions.shift import no_jitter
 from rotoscope.model import residual
 from rotoscope.model.call import AttentionCall
 from rotoscope.model.lm import LM
@@ -87,7 +88,11 @@ TRIALS: dict[str, Trial] = {
     "distance-cap": lambda lm, real: DistanceCap(1 if real else _FAR).on(lm),
     "shift": lambda lm, real: ShiftPositions("jitter", mean=2.0 if real else 0.0).on(lm),
 }
-"""By name, what changes a model while a block is open: for real, or by nothing. All of them are tried."""
+"""By name, what changes a model while a block is open: for real, or by nothing. All that apply are tried."""
+_APPLIES: dict[str, Callable[[LM], bool]] = {
+    "distance-cap": lambda lm: bool(lm.anatomy.rotary),
+    "shift": lambda lm: not no_jitter(lm),
+}
 
 
 def _at(lm: LM, real: bool) -> int:
@@ -98,6 +103,8 @@ def _at(lm: LM, real: bool) -> int:
 def checks(bench: Bench) -> Iterator[Check]:
     """Every trial, every layer, prefill that stops early, and what an exception leaves behind."""
     for name, trial in TRIALS.items():
+        if name in _APPLIES and not _APPLIES[name](bench.lm):
+            continue
         yield Check(IDENTITY, name, partial(_trial, name=name, trial=trial))
     yield Check(REACHED, "values negated", _each_layer)
     yield Check(SHALLOW, LEFT, _shallow)

@@ -194,7 +194,7 @@ BARS = Plot(
     "Is the additive form what the model uses?",
     "In the running model the logits of attention are replaced: by the fit of form 1, f(query, distance) + "
     "g(query, key), or of form 2, a + b + c, with means taken from other texts; by one of form 1’s terms alone; or "
-    "(◆, the control) by the real logits less form 1’s residual in random order, a change of equal size. ◇ is fitted "
+    "(◆, the control) by the real logits less form 1’s residual in random order, centred. ◇ is fitted "
     "to the very text, so it only describes. Position 0 keeps its logits. Black lines: 95 % over texts (t). If the "
     "additive form is what is used, form 1 costs little and the control much. Below: only some layers replaced.",
     ("replace",),
