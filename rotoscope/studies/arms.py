@@ -97,8 +97,9 @@ _ALL = {**_both(0, 60), **_both(48, 60), **_both(JUDGED_FILLER, 60), **_SHORT, "
 GRIDS = {
     "quick": Grid(
         judged={**_both(0, 40), _EQUAL: 60, _IN_CONTEXT: 60, "passkey": 20},
-        shown={**_both(0, 40), "passkey": 20},
+        shown={**_both(0, 30), "passkey": 10},
         arms=FEW_SHOWN,
+        attention_tokens=160,
         outputs=1,
     ),
     "standard": Grid(
