@@ -6,7 +6,7 @@ import json
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from selenium import webdriver
 from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
@@ -63,6 +64,15 @@ def open_report(driver: WebDriver, path: Path) -> None:
         lambda d: d.execute_script("return document.documentElement.dataset.drawn") == "all",
         "the report did not finish drawing",
     )
+
+
+def all_drawn(driver: WebDriver, path: Path, figures: Iterable[str]) -> None:
+    """Open a report: every figure has marks, nothing is said on the console, nothing is asked for."""
+    open_report(driver, path)
+    assert console(driver) == []
+    assert requests(driver) == []
+    for figure in figures:
+        assert len(driver.find_elements(By.CSS_SELECTOR, f"#{figure} svg.marks path[aria-label]")) > 5, figure
 
 
 def console(driver: WebDriver) -> list[str]:

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import rotoscope as rs
 from rotoscope.controls import corpus, curve, data, lines, plan, sets, show, train
 from rotoscope.errors import BadInput
-from rotoscope.model.control import POSITIONS, ControlConfig, ControlForCausalLM, alibi_slopes
+from rotoscope.model.control import ControlConfig, ControlForCausalLM, alibi_slopes
+from rotoscope.model.shipped import POSITIONS
 from rotoscope.studies import rope
 from rotoscope.tasks import evaluate, find
 from rotoscope.tasks.known_values import known

@@ -9,7 +9,7 @@ import torch
 
 import rotoscope as rs
 from rotoscope.controls import audit, sets
-from rotoscope.model.control import POSITIONS
+from rotoscope.model.shipped import POSITIONS
 from rotoscope.studies import Options, texts
 
 FEW = Options("quick", texts=2, tokens=48, limit=4, tasks=("key_value:pairs=2",), disrupt=("none",), parts=("perturb",))

@@ -15,7 +15,8 @@ import torch
 from rotoscope.controls import sets
 from rotoscope.controls.sets import Control
 from rotoscope.engine import Cell, Engine
-from rotoscope.model.lm import LM, evaluating
+from rotoscope.model.likelihood import token_nll
+from rotoscope.model.lm import LM
 from rotoscope.results import Result, provenance
 from rotoscope.stats import intervals
 from rotoscope.studies import depth, massive, position, rope, texts
@@ -100,12 +101,8 @@ def on_control(
 
 def past_length(lm: LM, source: str, ids: list[list[int]]) -> Tables:
     """Negative log-likelihood by position, up to twice the trained length."""
-    control = held(source)
-    batch = torch.tensor(ids, device=control.device)
-    with torch.no_grad(), evaluating(control.model):
-        logits = control.model(input_ids=batch).logits[:, :-1]
-    nll = torch.nn.functional.cross_entropy(logits.transpose(1, 2).float(), batch[:, 1:], reduction="none")
-    at = np.arange(1, batch.shape[1]) // BUCKET * BUCKET
+    nll = token_nll(held(source), torch.tensor(ids))
+    at = np.arange(1, nll.shape[1] + 1) // BUCKET * BUCKET
     rows = [
         {"text": i, "position": int(start), "nll": float(row[at == start].mean())}
         for i, row in enumerate(nll.numpy())
@@ -166,8 +163,7 @@ def shares(heads: pd.DataFrame, seed: int) -> pd.DataFrame:
         heads, seeds. Intervals are by bootstrap of whole layers, each model's its own.
     """
     rows = []
-    upper = heads.layer >= (heads.layer.max() + 1) / 2
-    for part, some in (("all", heads), ("upper half", heads[upper])):
+    for part, some in (("all", heads), ("upper half", sets.upper_half(heads))):
         for (positions, tensor), of in some.groupby(["positions", "tensor"], sort=False):
             clusters = (of.seed * 1000 + of.layer).to_numpy()
             row: list[Any] = [positions, tensor, part]

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rotoscope.errors import BadInput
+from rotoscope.results import write_atomic
 
 STANDARD = "python"
 MANIFEST = "manifest.json"
@@ -87,7 +88,7 @@ def shuffled(texts: list[str]) -> list[str]:
 
 
 def write_manifest(folder: Path, found: list[Source]) -> None:
-    (folder / MANIFEST).write_text(json.dumps(manifest(found), indent=2) + "\n", encoding="utf-8")
+    write_atomic(folder / MANIFEST, json.dumps(manifest(found), indent=2) + "\n")
 
 
 def _source(name: str, folder: Path, version: str) -> Source:

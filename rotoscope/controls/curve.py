@@ -10,6 +10,7 @@ import pandas as pd
 import torch
 
 from rotoscope.model.lm import LM, evaluating
+from rotoscope.results import parquet_bytes, write_atomic
 from rotoscope.studies import massive, texts
 from rotoscope.studies.observe import KINDS, Tables, observe
 from rotoscope.studies.options import Options
@@ -71,9 +72,7 @@ class Curve:
         if path.exists():
             before = pd.read_parquet(path)
             rows = pd.concat([before[before.step < step], rows], ignore_index=True)
-        temporary = path.with_suffix(".part")
-        rows.to_parquet(temporary)
-        temporary.rename(path)
+        write_atomic(path, parquet_bytes(rows))
 
 
 def held_out_loss(lm: LM, rows: torch.Tensor, batch: int = 16) -> float:

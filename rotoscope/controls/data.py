@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from rotoscope.controls import corpus, lines
+from rotoscope.results import write_atomic
 
 BEGIN, END = "<s>", "</s>"
 LENGTH = 256
@@ -51,9 +53,9 @@ def prepare(folder: Path, rows: int) -> tuple[Any, Rows]:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
         made = _rows(tokenizer, trained, held_out, rows)
         corpus.write_manifest(folder, found)
-        temporary = kept.with_suffix(".part.npz")
-        np.savez(temporary, trained=made.trained, held_out=made.held_out)
-        temporary.rename(kept)
+        buffer = BytesIO()
+        np.savez(buffer, trained=made.trained, held_out=made.held_out)
+        write_atomic(kept, buffer.getvalue())
     held = Rows(**np.load(kept))
     if len(held.trained) != rows:
         kept.unlink()

@@ -11,7 +11,7 @@ from typing import Any
 import pandas as pd
 
 from rotoscope.errors import BadInput
-from rotoscope.model.control import POSITIONS, PREFIX, shipped_set
+from rotoscope.model.shipped import POSITIONS, PREFIX, shipped_set
 
 RECORD = "train.json"
 CURVES = ("losses", "ratios", "additivity")
@@ -82,3 +82,8 @@ def curves(some: Sequence[Control]) -> dict[str, pd.DataFrame]:
             parts.append(rows)
         out[f"control_{name}"] = pd.concat(parts, ignore_index=True)
     return out
+
+
+def upper_half(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the upper half of layers, where massive values are looked for."""
+    return rows[rows.layer >= (rows.layer.max() + 1) / 2]

@@ -29,7 +29,7 @@ def rows(root: Path | None = None) -> list[dict[str, Any]]:
     for control in sets.members(root):
         record = control.record
         ratios = sets.curves([control])["control_ratios"]
-        last = ratios[(ratios.step == ratios.step.max()) & (ratios.layer >= (ratios.layer.max() + 1) / 2)]
+        last = sets.upper_half(ratios[ratios.step == ratios.step.max()])
         kept = ("name", "parameters", "loss", "key_value", "known_values", "passkey")
         found.append(
             {

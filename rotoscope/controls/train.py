@@ -19,8 +19,9 @@ from rotoscope.controls.curve import Curve, held_out_loss
 from rotoscope.controls.plan import PLANS, Plan
 from rotoscope.controls.sets import RECORD
 from rotoscope.errors import BadInput, RotoscopeError
-from rotoscope.model.control import POSITIONS, ControlConfig, ControlForCausalLM, shipped_set
+from rotoscope.model.control import ControlConfig, ControlForCausalLM
 from rotoscope.model.lm import wrap
+from rotoscope.model.shipped import POSITIONS, shipped_set
 from rotoscope.results import write_atomic
 
 ROPE_BASE = 10_000.0

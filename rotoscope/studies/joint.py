@@ -22,9 +22,7 @@ from rotoscope.results import Claim
 from rotoscope.stats import intervals
 from rotoscope.studies import massive, texts
 from rotoscope.studies.arms import CLEAN, JUDGED
-from rotoscope.studies.disruption import ADDITIVITY, additivity
-from rotoscope.studies.items import slug
-from rotoscope.studies.memory import layers_at_once
+from rotoscope.studies.disruption import additivity_cells, additivity_name
 from rotoscope.studies.observe import TRAINED, Tables
 from rotoscope.studies.options import Options
 
@@ -45,16 +43,7 @@ def cells(lm: LM, options: Options) -> list[Cell]:
     count = TEXTS[options.size]
     if not count or not lm.anatomy.rotary:
         return []
-    some = texts.texts(lm, options)
-    layers = layers_at_once(lm.anatomy.attention, max(len(text.ids) for text in some), options.max_memory)
-    return [
-        Cell(
-            _name(arm.label, i), additivity, {"ids": text.ids, "how": arm.how, "seed": options.seed},
-            len(text.ids), layers, optional=True,
-        )
-        for arm in JUDGED
-        for i, text in enumerate(some[:count])
-    ]  # fmt: skip
+    return list(additivity_cells(lm, options, texts.texts(lm, options), count))
 
 
 def finish(
@@ -243,15 +232,11 @@ def _disrupted(done: Mapping[str, Tables]) -> pd.DataFrame:
     """Additivity by arm and layer, means over texts."""
     frames = [pd.DataFrame({"arm": [], "layer": []})]
     for arm in JUDGED:
-        prefix = _name(arm.label, "")
+        prefix = additivity_name(arm.label, "")
         some = [of["additivity"] for name, of in done.items() if name.startswith(prefix) and "additivity" in of]
         if some:
             frames.append(pd.concat(some).groupby("layer", as_index=False).mean().assign(arm=arm.label))
     return pd.concat(frames[1:] or frames, ignore_index=True)
-
-
-def _name(arm: str, text: int | str) -> str:
-    return f"{ADDITIVITY}/{slug(arm)}/text-{text}"
 
 
 def _there(table: pd.DataFrame, names: tuple[str, ...]) -> list[str]:

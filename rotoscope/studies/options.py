@@ -104,7 +104,7 @@ class Options:
     @property
     def causal_parts(self) -> tuple[str, ...]:
         """The causal parts of the position study that are run."""
-        return self.parts or PARTS[: 3 if self.size == "full" else 2]
+        return self.parts or (PARTS if self.size == "full" else ("perturb", "replace"))
 
     @property
     def random_seeds(self) -> int:

@@ -55,7 +55,7 @@ def gaps(ratios: pd.DataFrame) -> pd.DataFrame:
         ratios), massive_rope, massive_other (shares of heads with a dim at R > 5), heads.
     """
     rows = []
-    upper = _upper(ratios)
+    upper = sets.upper_half(ratios)
     seeds = ["all", *sorted(upper.seed.unique())]
     for (step, tensor), part in upper.groupby(["step", "tensor"], sort=False):
         for which in seeds:
@@ -82,7 +82,7 @@ def m5(ratios: pd.DataFrame) -> Claim:
         return not_tested("M5", "the set holds no control with RoPE, or none without", RULE)
     if (held := ratios.groupby("positions").seed.nunique().min()) < 2:
         return not_tested("M5", f"{held} seed of a variant; at least 2 are needed", RULE)
-    upper = _upper(ratios)
+    upper = sets.upper_half(ratios)
     final = upper[upper.step == upper.groupby(["positions", "seed"]).step.transform("max")]
     by_tensor = {t: final[final.tensor == t] for t in "QK"}
     of = {t: {p: _gap(rows, p) for p in variants} for t, rows in by_tensor.items()}
@@ -108,11 +108,6 @@ def m5(ratios: pd.DataFrame) -> Claim:
         null=_gap(first[first.tensor == "K"], nearest)[0], null_name="the same before training",
         n=f"{heads} heads a variant and tensor, {ratios.seed.nunique()} seeds, {int(final.step.max()):,} steps",
     )  # fmt: skip
-
-
-def _upper(ratios: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the upper half of layers."""
-    return ratios[ratios.layer >= (ratios.layer.max() + 1) / 2]
 
 
 def _gap(rows: pd.DataFrame, other: str) -> tuple[float, Interval]:

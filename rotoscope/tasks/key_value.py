@@ -14,6 +14,13 @@ from rotoscope.tasks.invented import names
 DIGITS = 4
 
 
+def check_pairs(task: str, pairs: int, least: int) -> None:
+    """Refuse more pairs than there are keys, or fewer than ``least``."""
+    most = len(names(random.Random(0)))
+    if not least <= pairs <= most:
+        raise BadInput(f"{task}: pairs={pairs} must be {least} to {most}")
+
+
 def told(pairs: Mapping[str, str]) -> str:
     """One line for each pair."""
     return "\n".join(f"The value of {key} is {value}." for key, value in pairs.items())
@@ -54,9 +61,7 @@ class KeyValue(Task):
     scoring = "exact"
 
     def __post_init__(self) -> None:
-        most = len(names(random.Random(0)))
-        if not 1 <= self.pairs <= most:
-            raise BadInput(f"key_value: pairs={self.pairs} must be 1 to {most}")
+        check_pairs(self.name, self.pairs, least=1)
 
     def examples(self, lm: LM, n: int, seed: int) -> list[Example]:
         rng = random.Random(seed)

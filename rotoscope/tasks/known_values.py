@@ -6,11 +6,9 @@ import random
 from dataclasses import dataclass
 from itertools import product
 
-from rotoscope.errors import BadInput
 from rotoscope.model.lm import LM
 from rotoscope.tasks.base import Example, Task
-from rotoscope.tasks.invented import names
-from rotoscope.tasks.key_value import DIGITS, asked, draw, lead, told
+from rotoscope.tasks.key_value import DIGITS, asked, check_pairs, draw, lead, told
 
 _STARTS = "Arb Cre Dul Fos Gim Jat Krol Lin Mip Nol"
 _ENDS = "ane eke ilt oph uzz ard"
@@ -41,9 +39,7 @@ class KnownValues(Task):
     scoring = "exact"
 
     def __post_init__(self) -> None:
-        most = len(names(random.Random(0)))
-        if not 0 <= self.pairs <= most:
-            raise BadInput(f"known_values: pairs={self.pairs} must be 0 to {most}")
+        check_pairs(self.name, self.pairs, least=0)
 
     def examples(self, lm: LM, n: int, seed: int) -> list[Example]:
         rng = random.Random(seed)

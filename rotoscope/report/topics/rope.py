@@ -5,6 +5,7 @@ from __future__ import annotations
 import altair as alt
 import pandas as pd
 
+from rotoscope.controls.sets import upper_half
 from rotoscope.report.figure import Drawn, Plot, Topic
 from rotoscope.report.labels import signed
 from rotoscope.report.series import Measure, Series, rule, spread
@@ -167,7 +168,7 @@ def last(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def _parts(table: pd.DataFrame) -> dict[str, pd.DataFrame]:
-    return {"upper": table[table["layer"] >= (table["layer"].max() + 1) / 2], "all": table}
+    return {"upper": upper_half(table), "all": table}
 
 
 def _by_step(table: pd.DataFrame) -> pd.DataFrame:
