@@ -19,7 +19,6 @@ from rotoscope.errors import BadInput, RotoscopeError
 
 if TYPE_CHECKING:
     from rotoscope.model.lm import LM
-    from rotoscope.results import Result
     from rotoscope.studies import Options, Study
 
 # The class that wrong options and arguments raise; its module differs between releases of typer.
@@ -67,6 +66,23 @@ Perturb = Annotated[
 ]
 Replace = Annotated[bool, typer.Option("--replace", help="… the fit in place of the logits (P4).")]
 Length = Annotated[bool, typer.Option("--length", help="… texts past the trained length (P6).")]
+Methods = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--method", help="A quantization such as kv-int4 or rtn:bits=4:group=32 in place of the size's own; none: none."
+    ),
+]
+Checkpoints = Annotated[
+    list[str] | None,
+    typer.Option("--checkpoint", help="NAME=DIR: a quantized checkpoint of the same model, measured like a method."),
+]
+Prepare = Annotated[
+    str | None,
+    typer.Option(
+        "--prepare", help="gptq: print the commands that make such a checkpoint in an environment of its own, in --out."
+    ),
+]
+Yes = Annotated[bool, typer.Option("--yes", help="With --prepare: run them.")]
 MaxMemory = Annotated[
     str | None, typer.Option("--max-memory", help="What capture may take beside the model, such as 500MB or 2GB.")
 ]
@@ -82,15 +98,17 @@ Trust = Annotated[bool, typer.Option("--trust-remote-code", help="Allow a hub mo
 
 
 _ONLY = {
-    "task": ("audit", "massive", "depth"),
+    "task": ("audit", "massive", "quantize", "depth"),
     "disrupt": ("audit", "massive"),
+    **dict.fromkeys(("method", "checkpoint"), ("audit", "quantize")),
+    **dict.fromkeys(("prepare", "yes"), ("quantize",)),
     **dict.fromkeys(("perturb", "replace", "length"), ("position",)),
 }
 """The commands that have an option; all have those that are not named."""
 
 
-def _study_command(name: str, help_text: str, default_size: str) -> None:
-    """Register a command that runs one study, or all of them."""
+def _study_command(name: str, help_text: str, default_size: str, study: str | None = None) -> None:
+    """Register a command that runs one study, by default that of its name, or all of them."""
 
     def command(
         model: Model = "demo",
@@ -111,6 +129,10 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
         perturb: Perturb = False,
         replace: Replace = False,
         length: Length = False,
+        method: Methods = None,
+        checkpoint: Checkpoints = None,
+        prepare: Prepare = None,
+        yes: Yes = False,
         max_memory: MaxMemory = None,
         trained_length: Trained = None,
         revision: Revision = None,
@@ -121,14 +143,18 @@ def _study_command(name: str, help_text: str, default_size: str) -> None:
         from rotoscope.studies.memory import parse_bytes
         from rotoscope.studies.options import PARTS
 
+        if prepare or yes:
+            _prepare(prepare, model, out, text, revision, yes)
+            return
         if engine != "local":
             raise BadInput(f"engine {engine!r} is not available; use --engine local")
         bound = None if max_memory is None else parse_bytes(max_memory)
         parts = tuple(part for part in PARTS if {"perturb": perturb, "replace": replace, "length": length}[part])
         options = Options(
-            size, seed, texts, tokens, limit, _read_text(text), bound, tuple(task or ()), tuple(disrupt or ()), parts
-        )
-        chosen = list(STUDIES.values()) if name == "audit" else [STUDIES[name]]
+            size, seed, texts, tokens, limit, _read_text(text), bound, tuple(task or ()), tuple(disrupt or ()), parts,
+            tuple(method or ()), tuple(checkpoint or ()),
+        )  # fmt: skip
+        chosen = list(STUDIES.values()) if name == "audit" else [STUDIES[study or name]]
         loading = {
             "device": device, "dtype": dtype, "revision": revision, "trust_remote_code": trust_remote_code,
             "trained_length": trained_length,
@@ -149,6 +175,12 @@ _study_command("audit", "Run all studies on a model and write the report.", "qui
 _study_command("position", "Are attention logits position + semantics? Claims P1-P6.", "standard")
 _study_command(
     "massive", "Where do massive values sit in Q, K and V, and what breaks without them? Claims M1-M4.", "standard"
+)
+_study_command(
+    "quantize",
+    "Which quantization keeps contextual ability, and what protects it? Claim M6.",
+    "standard",
+    "quantization",
 )
 _study_command("depth", "From which layer on do earlier tokens stop mattering? Claims D1-D4.", "standard")
 
@@ -254,11 +286,12 @@ def _run(
     name: str, model: str, chosen: Sequence[Study], options: Options, loading: dict[str, Any], out: Path | None,
     resume: bool, as_json: bool,
 ) -> None:  # fmt: skip
+    from rotoscope import terminal
     from rotoscope.engine import Engine
     from rotoscope.report import write
     from rotoscope.studies.conduct import conduct_in
 
-    out = out or Path("runs") / f"{name}-{Path(model).name or 'model'}"
+    out = out or _default_out(name, model)
     with Engine(out, resume=resume) as engine:
         lm = _load(model, **loading)
         result = conduct_in(engine, chosen, lm, options, command=" ".join(["rotoscope", *sys.argv[1:]]))
@@ -266,41 +299,24 @@ def _run(
     if as_json:
         typer.echo(json.dumps(result.summary(), indent=2, ensure_ascii=False))
     else:
-        _print_result(result, page)
+        terminal.show(result, page)
 
 
-def _print_result(result: Result, page: Path) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+def _prepare(
+    method: str | None, model: str, out: Path | None, text: Path | None, revision: str | None, yes: bool
+) -> None:
+    from rotoscope.quantizers import prepare
 
-    table = Table("claim", "verdict", "value", "95 % interval", "null", "n", title=str(result.provenance["model"]))
-    for c in result.claims:
-        interval = "" if c.interval is None else "{:.3f} … {:.3f}".format(*c.interval)
-        numbers = ["" if x is None else f"{x:.3f}" for x in (c.value, c.null)]
-        row = (c.id, c.verdict, numbers[0], interval, numbers[1], c.n or c.reason)
-        table.add_row(*(Text(cell) for cell in row))
-    console = Console()
-    console.print(table)
-    if (explained := result.tables.get("explanation")) is not None:
-        console.print(_explanation(explained))
-    for key, value in result.headline.items():
-        console.print(Text(f"{key}: {value:.3f}"))
-    console.print(Text(f"report: {page}"), soft_wrap=True)
+    if method is None:
+        raise BadInput("--yes runs what --prepare prints: add --prepare gptq")
+    folder = out or _default_out(method, model)
+    prepare.run(prepare.plan(method, model, folder, text=text, revision=revision), yes)
+    made = f"rotoscope quantize {model} --checkpoint {method}={prepare.checkpoint(method, folder)}"
+    typer.echo(f"# then\n{made}" if yes else f"# to run these, add --yes; then\n{made}")
 
 
-def _explanation(rows: Any) -> Any:
-    from rich.table import Table
-
-    kinds = {"form1": "form 1", "form1_within": "within", "form2": "form 2", "form2_within": "within"}
-    table = Table("mean r [95 % over heads]", *kinds.values(), title="with moments taken away; and random weights")
-    for arm, of_arm in rows.groupby("arm", sort=False):
-        cells = of_arm.set_index("kind")
-        if not set(kinds) <= set(cells.index):
-            continue
-        found = [cells.loc[kind] for kind in kinds]
-        table.add_row(arm.replace("_", " "), *(f"{c.value:.3f} [{c.low_heads:.3f}, {c.high_heads:.3f}]" for c in found))
-    return table
+def _default_out(name: str, model: str) -> Path:
+    return Path("runs") / f"{name}-{Path(model).name or 'model'}"
 
 
 def _print_estimate(model: str, as_json: bool, **options: Any) -> None:

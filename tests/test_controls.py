@@ -258,9 +258,12 @@ class TestTraining:
         assert rows.trained.shape == (40, data.LENGTH)
         assert (rows.trained[:, 0] == tokenizer.bos_token_id).all()
         read = [tokenizer.decode(row) for row in rows.trained]
-        prompts = [row for row in read if "The value of" in row or "The pass key is" in row]
-        assert len(prompts) == round(40 * data.SHARE_OF_PROMPTS)
-        assert all("x_" in row for row in read if row not in prompts)
+        for row in read:
+            prompt, *text = row.split("</s>")
+            assert "The value of" in prompt or "pass key" in prompt
+            assert "x_" not in prompt
+            assert all("The value of" not in part and "pass key" not in part for part in text)
+        assert sum("x_" in row for row in read) > 20
         assert json.loads((tmp_path / "manifest.json").read_text())["sources"][0]["name"] == "some"
 
     def test_a_set_is_judged(self, little, tmp_path):

@@ -9,6 +9,7 @@ from functools import partial
 from itertools import zip_longest
 from typing import Any
 
+import torch
 from torch import nn
 
 from rotoscope.checks.bench import LEFT, Bench, Check, Measure, apart
@@ -20,6 +21,7 @@ from rotoscope.interventions import (
     Freeze,
     LambdaMask,
     Noise,
+    QuantizeKV,
     ShiftPositions,
     Shuffle,
     SkipAttention,
@@ -87,6 +89,7 @@ TRIALS: dict[str, Trial] = {
     "lambda-mask": lambda lm, real: LambdaMask(2 if real else _FAR, first=1).on(lm),
     "distance-cap": lambda lm, real: DistanceCap(1 if real else _FAR).on(lm),
     "shift": lambda lm, real: ShiftPositions("jitter", mean=2.0 if real else 0.0).on(lm),
+    "quantize-kv": lambda lm, real: _quantized(lm, real).on(lm, prompt=4),
 }
 """By name, what changes a model while a block is open: for real, or by nothing. All that apply are tried."""
 _APPLIES: dict[str, Callable[[LM], bool]] = {
@@ -98,6 +101,14 @@ _APPLIES: dict[str, Callable[[LM], bool]] = {
 def _at(lm: LM, real: bool) -> int:
     """The boundary of a change that is felt most, or of one that is none."""
     return 0 if real else len(lm.anatomy.layers)
+
+
+def _quantized(lm: LM, real: bool) -> QuantizeKV:
+    """A cache of keys and values of 2 bits, or one of keys in which every dim is protected."""
+    if real:
+        return QuantizeKV("int2", group=_FAR)
+    kept = {a.layer: torch.ones(a.kv_heads, a.head_dim, dtype=torch.bool) for a in lm.anatomy.attention}
+    return QuantizeKV("int2", group=_FAR, targets="K", keep=kept)
 
 
 def checks(bench: Bench) -> Iterator[Check]:

@@ -18,7 +18,6 @@ from rotoscope.results import write_atomic
 BEGIN, END = "<s>", "</s>"
 LENGTH = 256
 VOCABULARY = 2048
-SHARE_OF_PROMPTS = 0.3
 HELD_OUT_ROWS = 64
 TEXTS, PROMPTS = 1500, 40_000
 """What the tokenizer is made from."""
@@ -31,7 +30,8 @@ class Rows:
     Attributes
     ----------
     trained
-        Text, and to `SHARE_OF_PROMPTS` key-value, known-value and passkey prompts with their answers.
+        Each begins with one key-value, known-value or passkey prompt and its answers, and goes on with text. The prompt
+        stands alone before it: amid the numbers of others, none of the models learned to copy one.
     held_out
         Text alone, of files that are not trained on.
     """
@@ -91,10 +91,16 @@ def _tokenizer(texts: Sequence[str]) -> Any:
 
 
 def _rows(tokenizer: Any, trained: Sequence[str], held_out: Sequence[str], rows: int) -> Rows:
-    prompts = round(rows * SHARE_OF_PROMPTS)
-    made = [_filled(tokenizer, trained, rows - prompts), _prompts(tokenizer, prompts)]
-    order = np.random.default_rng(0).permutation(rows)
-    return Rows(np.concatenate(made)[order], _filled(tokenizer, held_out, HELD_OUT_ROWS))
+    prompts = list(islice(_encoded(tokenizer, lines.documents(random.Random(1))), rows))
+    out = _filled(tokenizer, trained, rows)
+    text = out[:, 1:].ravel()
+    at = 0
+    for row, prompt in zip(out[:, 1:], prompts, strict=True):
+        prompt = prompt[: len(row)]
+        missing = len(row) - len(prompt)
+        row[:] = [*prompt, *text[at : at + missing]]
+        at += missing
+    return Rows(out, _filled(tokenizer, held_out, HELD_OUT_ROWS))
 
 
 def _filled(tokenizer: Any, texts: Sequence[str], rows: int) -> np.ndarray:
@@ -109,20 +115,6 @@ def _filled(tokenizer: Any, texts: Sequence[str], rows: int) -> np.ndarray:
             if not missing:
                 break
     return _begun(tokenizer, np.concatenate(parts or [np.empty(0)]).reshape(rows, width))
-
-
-def _prompts(tokenizer: Any, rows: int) -> np.ndarray:
-    """Rows of whole prompts, one after another, the last one cut where the row ends."""
-    rng = random.Random(1)
-    width = LENGTH - 1
-    stream = _encoded(tokenizer, lines.documents(rng))
-    out = np.empty((rows, width), dtype=np.int64)
-    for row in out:
-        filled: list[int] = []
-        while len(filled) < width:
-            filled += next(stream)
-        row[:] = filled[:width]
-    return _begun(tokenizer, out)
 
 
 def _encoded(tokenizer: Any, texts: Iterable[str]) -> Iterator[list[int]]:

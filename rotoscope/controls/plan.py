@@ -54,7 +54,7 @@ class Plan:
 PLANS = {
     "small": Plan(
         layers=4, hidden=192, heads=3, mlp=512, steps=1750, batch=16, rate=2e-3, decay=0.1,
-        logged=(0, 100, 200, 400, 600, 800, 1000, 1250, 1500, 1750),
+        logged=(0, 100, 250, 500, 750, 1000, 1250, 1500, 1750),
     ),
     "large": Plan(
         layers=8, hidden=512, heads=8, mlp=1408, steps=12500, batch=64, rate=1e-3, decay=0.1,

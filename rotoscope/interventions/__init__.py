@@ -11,6 +11,7 @@ from rotoscope.interventions.disrupt import Disrupt
 from rotoscope.interventions.freeze import Freeze
 from rotoscope.interventions.length import DistanceCap, LambdaMask
 from rotoscope.interventions.noise import Noise
+from rotoscope.interventions.quantize_kv import QuantizeKV
 from rotoscope.interventions.replace_logits import LogitMeans, ReplaceLogits
 from rotoscope.interventions.shallow import shallow_prefill
 from rotoscope.interventions.shift import ShiftPositions
@@ -22,6 +23,7 @@ from rotoscope.model.quiet import in_short
 
 _KINDS: tuple[type[Intervention], ...] = (
     Disrupt, Noise, Shuffle, Freeze, SkipAttention, Swap, ShiftPositions, LambdaMask, DistanceCap,
+    QuantizeKV,
 )  # fmt: skip
 
 INTERVENTIONS: dict[str, type[Intervention]] = {kind.name: kind for kind in _KINDS}
@@ -63,6 +65,6 @@ def _one(text: str) -> Intervention:
 
 __all__ = [
     "INTERVENTIONS", "Disrupt", "DistanceCap", "Freeze", "Intervention", "LambdaMask", "LogitMeans", "Noise",
-    "ReplaceLogits", "Run", "ShiftPositions", "Shuffle", "SkipAttention", "Swap", "Together", "parse",
+    "QuantizeKV", "ReplaceLogits", "Run", "ShiftPositions", "Shuffle", "SkipAttention", "Swap", "Together", "parse",
     "shallow_prefill",
 ]  # fmt: skip

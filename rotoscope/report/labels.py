@@ -73,6 +73,44 @@ QUANTITIES = {
 }
 """What is compared over layers, in the order shown."""
 
+METHODS = {
+    "rtn-int8": "RTN int8",
+    "rtn-int4": "RTN int4",
+    "rtn-int3": "RTN int3",
+    "nf4": "nf4",
+    "packed-int4": "RTN int4, packed",
+    "awq": "AWQ int4",
+    "w8a8": "W8A8",
+    "smoothquant": "SmoothQuant W8A8",
+    "kv-fp8": "KV fp8",
+    "kv-int8": "KV int8",
+    "kv-int4": "KV int4",
+    "kv-int3": "KV int3",
+    "kv-int2": "KV int2",
+    "kv-int2-channel": "KV int2, keys per channel",
+}
+"""Quantization methods, in the order shown; others stand by their own names."""
+
+QUANTIZED = {"weights": "weights", "activations": "weights and activations", "cache": "KV cache"}
+"""What a method quantizes, in the order shown."""
+
+PROTECTED = {
+    "plain": "nothing kept",
+    "massive": "massive channels kept",
+    "random": "◆ random channels kept",
+    "layers": "massive layers at 8 bits",
+    "random-layers": "◆ random layers at 8 bits",
+}
+"""What is kept in higher precision, in the order shown."""
+
+EFFECTS = {
+    "massive_q": "heads with massive Q",
+    "massive_k": "heads with massive K",
+    "massive_v": "heads with massive V",
+    "form1_within": "form 1 r, within query",
+}
+"""What is measured again under quantization, in the order shown."""
+
 CONTROL, SHOWN = "◆", "◇"
 """Marks of the change-matched control, and of arms that are shown but decide no verdict."""
 

@@ -12,6 +12,14 @@ SEEDS = range(2**32)
 BATCH_TOKENS = 2048
 """Tokens of a batch of a task's items, at most; texts run one at a time."""
 PARTS = ("perturb", "replace", "length")
+_LISTS = {
+    "tasks": "passkey:tokens=256",
+    "disrupt": "top-2:positions=all",
+    "parts": "perturb",
+    "methods": "kv-int4",
+    "checkpoints": "gptq=DIR",
+}
+"""What holds several texts, and one of them for messages."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +67,11 @@ class Options:
         ``("none",)`` leaves the grid out.
     parts : tuple of str
         Causal parts of the position study, of ``perturb``, ``replace`` and ``length``, in place of the size's own.
+    methods : tuple of str
+        Quantization methods in place of the size's own, as ``kv-int4`` or ``rtn:bits=4:group=32``; ``("none",)``
+        leaves them out.
+    checkpoints : tuple of str
+        Quantized checkpoints of the same model, each as ``NAME=DIR``: methods like the others.
     """
 
     size: str = "standard"
@@ -71,9 +84,11 @@ class Options:
     tasks: tuple[str, ...] = ()
     disrupt: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
+    methods: tuple[str, ...] = ()
+    checkpoints: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, like in (("tasks", "passkey:tokens=256"), ("disrupt", "top-2:positions=all"), ("parts", "perturb")):
+        for name, like in _LISTS.items():
             given = getattr(self, name)
             several = isinstance(given, Iterable) and not isinstance(given, str)
             texts = tuple(given) if several else (given,)
@@ -82,6 +97,10 @@ class Options:
             object.__setattr__(self, name, tuple(dict.fromkeys(texts)))
         if "none" in self.disrupt and len(self.disrupt) > 1:
             raise BadInput("disrupt: none leaves the grid out, so that no arm can be asked for beside it")
+        if "none" in self.methods and len(self.methods) > 1:
+            raise BadInput("methods: none leaves them out, so that no method can be asked for beside it")
+        if wrong := [text for text in self.checkpoints if not all(text.partition("=")[::2])]:
+            raise BadInput(f"checkpoint {wrong[0]!r} is not of the form NAME=DIR")
         if self.size not in SIZES:
             raise BadInput(f"size {self.size!r} is not one of {', '.join(SIZES)}")
         if unknown := [part for part in self.parts if part not in PARTS]:
@@ -112,5 +131,5 @@ class Options:
 
     def facts(self) -> dict[str, Any]:
         """What a fingerprint records."""
-        names = ("size", "seed", "limit", "tasks", "disrupt", "parts")
+        names = ("size", "seed", "limit", "tasks", "disrupt", "parts", "methods", "checkpoints")
         return {"texts": self.n_texts, "tokens": self.n_tokens, **{name: getattr(self, name) for name in names}}
