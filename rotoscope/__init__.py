@@ -17,7 +17,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rotoscope import engine, errors, interventions, model, observers, report, results, stats, studies, tasks
+    from rotoscope import (
+        engine,
+        errors,
+        interventions,
+        model,
+        observers,
+        quantizers,
+        report,
+        results,
+        stats,
+        studies,
+        tasks,
+    )
     from rotoscope.doctor import doctor
     from rotoscope.errors import BadInput, NeverFired, Refused, RotoscopeError
     from rotoscope.interventions.shallow import shallow_prefill
@@ -46,6 +58,7 @@ __all__ = [
     "load",
     "model",
     "observers",
+    "quantizers",
     "read",
     "report",
     "results",

@@ -147,9 +147,15 @@ def _effects(rng: np.random.Generator) -> pd.DataFrame:
 def _grid(rng: np.random.Generator, low_bit: bool) -> pd.DataFrame:
     names = ("self_attn.q_proj", "self_attn.k_proj", "mlp.down_proj")
     rows = [
-        (layer, f"model.layers.{layer}.{name}", int(rng.integers(14, 17)) if low_bit else 32, 4 if low_bit else None)
+        (
+            layer,
+            f"model.layers.{layer}.{name}",
+            int(rng.integers(14, 17)) if low_bit else 32,
+            4 if low_bit else None,
+            float(low_bit),
+        )
         for layer in range(LAYERS)
         for name in names
     ]
-    table = pd.DataFrame(rows, columns=["layer", "name", "distinct", "bits"])
+    table = pd.DataFrame(rows, columns=["layer", "name", "distinct", "bits", "share"])
     return table.astype({"bits": "Int64"})

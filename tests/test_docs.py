@@ -15,7 +15,7 @@ from rotoscope.studies import Options, conduct, depth, massive
 DOCS = Path(__file__).parent.parent / "docs"
 EXAMPLES = [
     pytest.param(name, example, id=f"{name}-{i}")
-    for name in ("tasks", "interventions", "controls")
+    for name in ("tasks", "interventions", "controls", "quantization")
     for i, example in enumerate(re.findall(r"```python\n(.*?)```", (DOCS / f"{name}.md").read_text("utf-8"), re.DOTALL))
 ]
 
@@ -23,7 +23,7 @@ EXAMPLES = [
 @pytest.mark.parametrize(("name", "example"), EXAMPLES)
 def test_examples_run(name: str, example: str, demo: rs.LM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rs, "load", lambda source: demo)
-    fewer = re.sub(r"\bn=20\b", "n=4", example)
+    fewer = re.sub(r"\b(n|limit)=20\b", r"\1=4", example)
     names: dict[str, object] = {"__name__": name}  # which dataclasses ask for
     exec(compile(fewer, f"docs/{name}.md", "exec", dont_inherit=True), names)
     assert names["rs"] is rs

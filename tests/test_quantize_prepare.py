@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +18,18 @@ from transformers import AutoModelForCausalLM
 
 import rotoscope as rs
 from rotoscope.errors import BadInput, Refused
+from rotoscope.model import loading
 from rotoscope.model.lm import LM
-from rotoscope.quantizers import checkpoint, gptq_script, prepare
+from rotoscope.quantizers import gptq_script, prepare
 from rotoscope.quantizers.prepare import Command
 from tests.tiny import tiny
 
 
 class Tokenizer:
     """Bytes of a text, and a file that says that it was saved."""
+
+    def __call__(self, text: str, return_tensors: str) -> Any:
+        return SimpleNamespace(input_ids=torch.tensor([[ord(letter) % 97 for letter in text]]))
 
     def save_pretrained(self, folder: Path) -> None:
         (folder / "tokenizer.json").write_text("{}")
@@ -149,9 +154,33 @@ def test_what_cannot_be_saved(lm: LM, tmp_path: Path) -> None:
     assert not any(tmp_path.iterdir())
 
 
-def test_the_first_command_says_in_one_line_what_is_wrong(tmp_path: Path) -> None:
+def test_the_first_command_says_in_one_line_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     command = prepare.plan("gptq", "control:rope", tmp_path / "out")[0]
-    done = subprocess.run(command.arguments, capture_output=True, text=True)
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    monkeypatch.setattr(sys, "argv", list(command.arguments[2:]))
+    with pytest.raises(SystemExit, match="2"):
+        prepare.main()
+    (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: control:rope is no model of transformers itself")
+
+
+def test_the_first_command_writes_what_the_last_reads(lm: LM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = tmp_path / "text"
+    text.write_text("ab" * 100, encoding="utf-8")
+    save, _, _, quantize = prepare.plan(
+        "gptq", "any", tmp_path / "out", group=32, samples=2, tokens=20, text=text, revision="main"
+    )
+    asked: dict[str, Any] = {}
+
+    def load(model: str, **given: Any) -> LM:
+        asked.update(model=model, **given)
+        return lm
+
+    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr(sys, "argv", list(save.arguments[2:]))
+    prepare.main()
+    assert asked == {"model": "any", "dtype": "auto", "revision": "main"}
+    model, calibration = map(Path, quantize.arguments[2:4])
+    assert (model / "model.safetensors").exists()
+    assert json.loads(calibration.read_text()) == [[ord("a") % 97, ord("b") % 97] * 10] * 2

@@ -20,12 +20,13 @@ from rotoscope.model.lm import LM
 from rotoscope.results import Result, provenance
 from rotoscope.stats import intervals
 from rotoscope.studies import depth, massive, position, rope, texts
+from rotoscope.studies.arms import TAUGHT
 from rotoscope.studies.conduct import Study, facts, fingerprint
 from rotoscope.studies.observe import Tables
 from rotoscope.studies.options import Options
 
 STUDIES: tuple[Study, ...] = (position, massive, depth)
-TASKS = ("known_values", "key_value", "passkey:tokens=128")
+TASKS = (*TAUGHT, "key_value", "passkey:tokens=128")
 KEPT = ("disrupt", "depth", "massive_heads")
 BUCKET, FURTHEST = 64, 2
 LENGTH = "length"

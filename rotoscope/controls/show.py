@@ -11,6 +11,7 @@ SHOWN = {
     "name": "{}",
     "parameters": "{:,}",
     "loss": "{:.4f}",
+    "one_pair": "{:.2f}",
     "key_value": "{:.2f}",
     "known_values": "{:.2f}",
     "passkey": "{:.2f}",
@@ -30,7 +31,7 @@ def rows(root: Path | None = None) -> list[dict[str, Any]]:
         record = control.record
         ratios = sets.curves([control])["control_ratios"]
         last = sets.upper_half(ratios[ratios.step == ratios.step.max()])
-        kept = ("name", "parameters", "loss", "key_value", "known_values", "passkey")
+        kept = ("name", "parameters", "loss", "one_pair", "key_value", "known_values", "passkey")
         found.append(
             {
                 **{name: record[name] for name in kept},

@@ -20,9 +20,11 @@ from rotoscope.controls.plan import PLANS, Plan
 from rotoscope.controls.sets import RECORD
 from rotoscope.errors import BadInput, RotoscopeError
 from rotoscope.model.control import ControlConfig, ControlForCausalLM
-from rotoscope.model.lm import wrap
+from rotoscope.model.lm import LM, wrap
 from rotoscope.model.shipped import POSITIONS, shipped_set
 from rotoscope.results import write_atomic
+from rotoscope.studies.arms import TAUGHT
+from rotoscope.tasks import evaluate
 
 ROPE_BASE = 10_000.0
 SAVED_EVERY = 300
@@ -119,7 +121,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
 def _line(record: dict[str, Any]) -> str:
     return (
         f"{record['name']}: {record['parameters']:,} parameters, held-out loss {record['loss']:.4f}, "
-        f"key-value {record['key_value']:.2f}, {record['cpu_seconds'] / 60:.1f} CPU minutes"
+        f"key-value of one pair {record['one_pair']:.2f}, of ten {record['key_value']:.2f}, "
+        f"{record['cpu_seconds'] / 60:.1f} CPU minutes"
     )
 
 
@@ -243,6 +246,7 @@ def _finish(folder: Path, model: Any, curve: Curve, labels: dict[str, Any]) -> d
         "parameters": sum(p.numel() for p in model.parameters()),
         "loss": held_out_loss(curve.lm, curve.held_out),
         "loss_before_rounding": before,
+        "one_pair": one_pair(curve.lm),
         **{task: last[task] for task in ("key_value", "known_values", "passkey")},
         "cpu_seconds": round(last["cpu_seconds"], 1),
         "torch": torch.__version__,
@@ -251,6 +255,11 @@ def _finish(folder: Path, model: Any, curve: Curve, labels: dict[str, Any]) -> d
     }
     write_atomic(folder / RECORD, json.dumps(record, indent=2) + "\n")
     return record
+
+
+def one_pair(lm: LM) -> float:
+    """Accuracy of key-value retrieval where a single pair is told: of copying, without the choice among pairs."""
+    return float(evaluate(lm, TAUGHT[1], n=60, seed=1).correct.mean())
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 COMPRESSED_TENSORS = "compressed-tensors"
 ROUNDED = 0.02
-"""A linear layer that is further from additive than this rounds its inputs: 16-bit floats are below .006, eight bits
+"""A linear layer that is further from additive than this rounds its inputs: 16-bit floats are below .01, eight bits
 above .03."""
 _TOKENS = 16
 _UNITS = 1024

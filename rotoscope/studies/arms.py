@@ -56,7 +56,7 @@ DOSES = (*(("top", n) for n in (1, 2, 4, 8)), *(("lambda", n) for n in range(3, 
 JUDGED_FILLER = 144
 _IN_CONTEXT = f"capitals_in_context:filler={JUDGED_FILLER}"
 _EQUAL = f"capitals:filler={JUDGED_FILLER}:facts=2"
-TAUGHT = ("known_values", "key_value")
+TAUGHT = ("known_values:pairs=1", "key_value:pairs=1")
 PAIRS = ((_EQUAL, _IN_CONTEXT), ("cities", "cities_in_context"), TAUGHT)
 """Tasks that differ only in where the fact is: parametric, contextual. The first pair that can be judged is. With two
 facts of no use amid its filler, the parametric prompt has the form and about the length of the other."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from rotoscope.studies.conduct import conduct
 from rotoscope.studies.items import slug
 from rotoscope.studies.observe import Tables
 from rotoscope.studies.options import Options
-from rotoscope.studies.quantization_plan import CACHE, REFERENCE, WEIGHTS, Method, plan
+from rotoscope.studies.quantization_plan import ACTIVATIONS, CACHE, REFERENCE, WEIGHTS, Method, plan
 from rotoscope.studies.quantization_tables import PLAIN, Measured
 from rotoscope.studies.quantization_work import (
     CACHE_TASK,
@@ -38,6 +38,8 @@ from rotoscope.studies.quantization_work import (
 )
 
 NAME = "quantization"
+MOST = 0.5
+"""Share of linear layers from which on a checkpoint that rounds their inputs is one of activations."""
 RULES = {"M6": quantization_claim.RULE}
 
 
@@ -106,7 +108,9 @@ class _Found:
         return self._weights(m, self.work.on_grid.get(m.label, ""))
 
     def _checkpoint(self, name: str) -> Measured:
-        return self._weights(Method(name, WEIGHTS, ""), "")
+        of = self._weights(Method(name, WEIGHTS, ""), "")
+        rounds_inputs = of.facts.get("share_rounding", 0.0) >= MOST
+        return replace(of, method=Method(name, ACTIVATIONS, "")) if rounds_inputs else of
 
     def _weights(self, m: Method, note: str) -> Measured:
         of = self.done[f"{METHOD}/{slug(m.label)}"]

@@ -15,6 +15,7 @@ from rotoscope.errors import BadInput, Refused
 from rotoscope.interventions.base import Run, Together
 from rotoscope.model.lm import LM
 from rotoscope.model.tap import tap
+from rotoscope.quantizers import checkpoint
 from rotoscope.quantizers.base import linear_layers
 from rotoscope.studies import quantization_channels as channels
 from rotoscope.studies import quantization_logits as logits
@@ -79,8 +80,6 @@ def weights(
 
 def stored(lm: LM, path: str, some: Sequence[Ids], effect_tokens: int, asked: Asked, seed: int, at_once: int) -> Tables:
     """The same of a quantized checkpoint of the model, which is loaded beside it."""
-    from rotoscope.quantizers import checkpoint
-
     try:
         other = checkpoint.load(path, lm)
         facts = checkpoint.about(other, lm)
@@ -93,7 +92,7 @@ def stored(lm: LM, path: str, some: Sequence[Ids], effect_tokens: int, asked: As
     changed += [texts.run(other, ids) for ids in some[1:]]
     numbers = [_compared(lm, ids, texts.text(lm, ids), end, other) for ids, end in zip(some, changed, strict=True)]
     return {
-        "facts": pd.DataFrame([{name: float(facts[name]) for name in ("bits", "share_changed", "bytes")}]),
+        "facts": pd.DataFrame([facts]),
         "texts": _texts(numbers),
         "items": items(other, asked, seed),
         "effects": effects(other, some[0][:effect_tokens], seed, at_once),

@@ -149,7 +149,8 @@ def _gains(protected: pd.DataFrame, widths: Sequence[str], tasks: tuple[str, str
 
 def _by_width(items: pd.DataFrame, widths: Sequence[str]) -> tuple[dict[str, pd.Series], dict[str, tuple[float, ...]]]:
     """Gains by item, mean over seeds; and their mean, the least and the most of a seed; by width."""
-    gains, told = {}, {}
+    gains: dict[str, pd.Series] = {}
+    told: dict[str, tuple[float, ...]] = {}
     for width in widths:
         of = items[items.method == width]
         massive = _by_item(of[of.arm == "massive"])
@@ -157,7 +158,7 @@ def _by_width(items: pd.DataFrame, widths: Sequence[str]) -> tuple[dict[str, pd.
         by_seed = -random.sub(massive, axis=0)
         if len(by_seed):
             gains[width], of_seed = by_seed.mean(axis=1), by_seed.mean()
-            told[width] = (float(of_seed.mean()), float(of_seed.min()), float(of_seed.max()))
+            told[width] = tuple(float(x) for x in (of_seed.mean(), of_seed.min(), of_seed.max()))
     return gains, told
 
 

@@ -20,6 +20,7 @@ from rotoscope.studies.items import asked
 from rotoscope.studies.judge import Condition, Ruling, claim, reasons, scaled
 from rotoscope.studies.observe import Tables
 from rotoscope.studies.options import Options
+from rotoscope.tasks import find
 
 FEWEST = {"quick": 60}
 FEWEST_OTHERWISE = 100
@@ -91,7 +92,7 @@ def m4(items: pd.DataFrame | None, size: str, seed: int, unasked: Mapping[str, s
         return not_tested("M4", next(iter(unasked.values()), "no task was run"), RULE), {}
     pairs, said = [], []
     for names in PAIRS:
-        if names == TAUGHT and TAUGHT[0] not in set(items.task):
+        if names == TAUGHT and find(TAUGHT[0]).name not in set(items.task):
             continue  # only the controls were taught it
         pair, reason = _pair(items, names, FEWEST.get(size, FEWEST_OTHERWISE), unasked)
         if pair is not None:
