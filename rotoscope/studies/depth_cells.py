@@ -47,7 +47,8 @@ def cells(lm: LM, options: Options) -> list[Cell]:
     out = [_swept(task, manipulations(of_size, layers, task.spec), options) for task in tasks]
     out += [_swapped(name, of_size, layers, options) for name in SETS]
     ks = sorted({layers // 4, layers // 2, 3 * layers // 4})
-    tokens = next((n for n in _PREFILL_TOKENS if runs(lm, n + 1)), 2)
+    most = _PREFILL_TOKENS[options.size == "quick" :]
+    tokens = next((n for n in most if runs(lm, n + 1)), 2)
     cost = _ROUNDS * tokens * (len(ks) + 1.0)
     return [*out, Cell(COST, prefill, {"ks": ks, "tokens": tokens, "seed": options.seed}, cost, optional=True)]
 
