@@ -79,7 +79,7 @@ def test_rows_of_projections_give_the_first_token_s_queries_and_keys(family: str
     lm = bare(family)
     outputs: dict[str, torch.Tensor] = {}
     hooks = [
-        module.register_forward_hook(lambda m, a, out, name=name: outputs.__setitem__(name, out[0, 0]))
+        module.register_forward_hook(lambda m, a, out, name=name: outputs.__setitem__(name, out.flatten(0, -2)[0]))
         for name, module in lm.model.named_modules()
         if isinstance(module, torch.nn.Linear)
     ]
