@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import pandas as pd
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from rotoscope.results import Result
 
 
@@ -27,9 +26,23 @@ def show(result: Result, page: Path) -> None:
     console.print(table)
     if (explained := result.tables.get("explanation")) is not None:
         console.print(_explanation(explained))
+    if (methods := result.tables.get("quantization")) is not None:
+        console.print(_methods(methods))
     for key, value in result.headline.items():
         console.print(Text(f"{key}: {value:.3f}"))
     console.print(Text(f"report: {page}"), soft_wrap=True)
+
+
+def _methods(rows: pd.DataFrame) -> Table:
+    table = Table("method", "bits", "share changed", "ΔNLL [95 %]", "retention by task", title="quantization")
+    for method, of in rows.groupby("method", sort=False):
+        first = of.iloc[0]
+        share = "" if pd.isna(first.share_changed) else f"{first.share_changed:.1%}"
+        lost = "" if pd.isna(first.dnll) else f"{first.dnll:+.3f} [{first.dnll_low:+.3f}, {first.dnll_high:+.3f}]"
+        kept = [f"{of_task.task} {of_task.retention:.2f}" for of_task in of.itertuples() if pd.notna(of_task.retention)]
+        cells = (str(method), f"{first.bits:.2f}", share, lost, ", ".join(kept) or str(first.note))
+        table.add_row(*map(Text, cells))
+    return table
 
 
 def _explanation(rows: pd.DataFrame) -> Table:
