@@ -124,9 +124,9 @@ class Prefilled:
         for own in ({}, {_name(lm): DynamicCache()}):
             with torch.no_grad(), evaluating(lm.model):
                 out = lm.model(**given, **own)
-            found = [cache for name in CACHES if (cache := getattr(out, name, None)) is not None]
-            if found and _plain(lm, found[0], prompts):
-                return cls(prompts, found[0])
+            found = next((cache for name in CACHES if (cache := getattr(out, name, None)) is not None), None)
+            if found is not None and _plain(lm, found, prompts):
+                return cls(prompts, found)
         raise Refused(f"the cache of {lm.source} holds something else than the keys and values that it attends to")
 
     def arguments(self, lm: LM, stored: Stored | None) -> dict[str, Any]:

@@ -106,7 +106,9 @@ _QUICK = ("rtn-int8", "rtn-int4", "w8a8", "kv-fp8", "kv-int4")
 _STANDARD = (*_QUICK, "nf4", "rtn-int3", "kv-int8", "kv-int2", "kv-int2-channel")
 _PAIR, _CITIES = (dict.fromkeys(pair, n) for pair, n in zip(PAIRS[:2], (40, 60), strict=True))
 PLANS = {
-    "quick": Plan(2, 256, _QUICK, {"capitals": 40, "capitals_in_context": 40}, cache_widths=("kv-int4",)),
+    "quick": Plan(
+        2, 256, _QUICK, {"capitals": 40, "capitals_in_context": 40}, cache_widths=("kv-int4",), effect_tokens=128
+    ),
     "standard": Plan(
         4,
         512,
