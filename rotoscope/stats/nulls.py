@@ -35,7 +35,8 @@ def isotropic(x: Moments, generator: torch.Generator, keep_mean: bool) -> Moment
 
 def _normal(x: Moments, generator: torch.Generator) -> torch.Tensor:
     shape = (*x.sum.shape[:-1], x.n, x.sum.shape[-1])
-    return torch.randn(shape, generator=generator, dtype=torch.float64).to(x.sum.device)
+    # Drawn in single precision, which is several times as fast and far finer than a null needs.
+    return torch.randn(shape, generator=generator).double().to(x.sum.device)
 
 
 ARMS: Mapping[str, Arm] = {

@@ -78,6 +78,7 @@ class Grid:
     arms: tuple[Arm, ...]
     attention_tokens: int = 256
     outputs: int = 3
+    output_tasks: int = 3
     curves: Mapping[str, int] = field(default_factory=dict)
     additivity_texts: int = 0
 
@@ -101,6 +102,7 @@ GRIDS = {
         arms=FEW_SHOWN,
         attention_tokens=160,
         outputs=1,
+        output_tasks=1,
     ),
     "standard": Grid(
         judged={**_both(0, 60), **_both(48, 60), _EQUAL: 100, _IN_CONTEXT: 100, **_SHORT},
@@ -149,8 +151,9 @@ def grid(options: Options) -> Grid | None:
     bounded = ({spec: min(n, limit) for spec, n in items.items()} for items in (judged, shown, curves))
     judged, shown, curves = bounded
     return Grid(
-        judged, shown, arms, of_size.attention_tokens, min(of_size.outputs, limit), curves, of_size.additivity_texts
-    )
+        judged, shown, arms, of_size.attention_tokens, min(of_size.outputs, limit), of_size.output_tasks, curves,
+        of_size.additivity_texts,
+    )  # fmt: skip
 
 
 def _own(text: str) -> Arm:

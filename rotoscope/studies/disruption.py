@@ -31,7 +31,7 @@ from rotoscope.tasks import evaluate, find
 from rotoscope.tasks.forward import generate
 from rotoscope.tasks.score import begins_with
 
-OUTPUT_TOKENS, OUTPUT_TASKS = 12, 3
+OUTPUT_TOKENS = 12
 SCORED, LAYER, DOSE = "disrupt/items", "disrupt/layers", "disrupt/dose"
 ATTENTION, ADDITIVITY, OUTPUTS = "disrupt/attention", "disrupt/additivity", "disrupt/outputs"
 
@@ -103,7 +103,7 @@ def additivity_name(label: str, text: int | str) -> str:
 def _outputs(tasks: Sequence[Asked], options: Options, of_size: Grid) -> Iterator[Cell]:
     written = [task for task in tasks if find(task.spec).scoring != "choice"]
     some = [task for task in written or tasks if not hasattr(find(task.spec), "evaluate")]
-    for task in sorted(some, key=lambda task: task.tokens / task.n)[:OUTPUT_TASKS]:
+    for task in sorted(some, key=lambda task: task.tokens / task.n)[: of_size.output_tasks]:
         n = min(of_size.outputs, task.n)
         for arm in JUDGED:
             arguments = {"spec": task.spec, "n": n, "seed": options.seed, "how": arm.how}

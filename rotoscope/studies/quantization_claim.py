@@ -102,7 +102,7 @@ def m6(
 def _task(clean: pd.DataFrame, knowledge: str) -> tuple[str | None, str]:
     """The first task of a kind that the model does better than chance on, or why there is none."""
     said = []
-    for spec, items in clean.groupby("spec", sort=False):
+    for spec, items in clean.groupby("spec", sort=False) if len(clean) else ():
         if find(str(spec)).knowledge != knowledge:
             continue
         chance = float(items.chance.mean())
