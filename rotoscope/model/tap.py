@@ -295,7 +295,10 @@ def _base_function(kind: type, base: str) -> Callable[..., Output]:
         if base == "eager" and hasattr(file, "eager_attention_forward"):
             return file.eager_attention_forward  # type: ignore[union-attr, no-any-return]
         if base != "eager" and base in (table := getattr(file, "ALL_ATTENTION_FUNCTIONS", {})):
-            return table[base]  # type: ignore[no-any-return]
+            found = table[base]
+            if getattr(found, "func", None) is _dispatch:  # it would call itself without end
+                raise Refused("a tap's name was left on this model's configuration: load the model anew")
+            return found  # type: ignore[no-any-return]
     raise Refused(f"{kind.__name__} has no attention function named {base!r} that the call could be handed on to")
 
 
