@@ -46,7 +46,7 @@ def test_the_tables_hold_what_is_promised(result: rs.Result) -> None:
         assert columns <= set(result.tables[name].columns), name
     assert len(result.tables["heads"]) == 12
     assert len(result.tables["magnitudes"]) == 3 * (4 + 2 + 2) * 16
-    assert {c.id for c in result.claims} == set(CATALOGUE) - {"M6"}
+    assert {c.id for c in result.claims} == set(CATALOGUE)
     arms = set(result.tables["explanation"].arm)
     assert {"as_it_is", "both_means_removed", "isotropic", "matched_gaussian", "random_both_means_removed"} <= arms
 
@@ -176,8 +176,10 @@ def test_a_plan_names_cells_and_runs_nothing(lm: rs.LM) -> None:
     assert observed.token_forwards.sum() == 2 * 60 + 3 * 1.5 * 60
     # Every prompt of single characters is longer than what this model was trained on: no task can be asked.
     causal = {f"{name}/text-{i}" for name in ("replace/all", "perturb") for i in range(2)}
+    methods = {f"methods/{name}" for name in ("rtn-int8", "rtn-int4", "w8a8")}
+    quantized = {f"quantization/{name}" for name in ("grid", "reference", "cache/texts", *methods)}
     swaps = {f"depth/swap/{name}" for name in SETS}
-    assert set(table.cell) - set(observed.cell) == {"depth/cost", *swaps, *causal}
+    assert set(table.cell) - set(observed.cell) == {"depth/cost", *swaps, *causal, *quantized}
 
 
 @pytest.mark.parametrize(

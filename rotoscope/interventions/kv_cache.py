@@ -236,8 +236,11 @@ def _read(call: AttentionCall, new: _New, cut: int) -> tuple[Tensor, Tensor]:
 
 def _tokens(x: Tensor, held: Tensor, own: Tensor, cut: int) -> Tensor:
     old = x.shape[2] - own.shape[2]
-    some = torch.cat([x[:, :, :old], held[:, :, :cut], own[:, :, cut:]], 2) if old or cut else own
-    return some.to(x.dtype)  # some layers compute attention in more digits than their cache has
+    if not (old or cut):
+        return own.to(x.dtype)  # some layers compute attention in more digits than their cache has
+    some = x.clone()  # laid out in memory as it was: products of another layout round in another way
+    some[:, :, old : old + cut], some[:, :, old + cut :] = held[:, :, :cut], own[:, :, cut:]
+    return some
 
 
 def _joined(early: Output, late: Output, cut: int) -> Output:
